@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constant folding and the identities that hold for every finite and non-finite value.
+
+`x * 0` is kept (it is NaN for an infinite x); derivatives avoid it by never building zero adjoints.
+"""
+
+from __future__ import annotations
+
+from afc.expr.evaluate import evaluate
+from afc.expr.nodes import Const, Expr, Formula, Op, Type, const, drop_unused_lets, map_formula, rewrite, substitute
+from afc.expr.operators import mul, neg, sub
+
+
+def simplify(expr: Expr) -> Expr:
+    """Fold constants and neutral elements, bottom up."""
+    return rewrite(expr, _fold)
+
+
+def simplify_formula(formula: Formula) -> Formula:
+    """Simplify everything; constant intermediate values are substituted and unused ones removed."""
+    values: dict[str, Expr] = {}
+    lets = []
+    for let in formula.lets:
+        value = simplify(substitute(let.value, values))
+        if isinstance(value, Const):
+            values[let.name] = value
+        else:
+            lets.append(type(let)(let.name, value))
+    results = tuple(simplify(substitute(e, values)) for e in formula.results)
+    return drop_unused_lets(Formula(results, tuple(lets)))
+
+
+def simplify_results(formula: Formula) -> Formula:
+    """Simplify without touching which intermediate values exist."""
+    return map_formula(formula, simplify)
+
+
+def _is(expr: Expr, value: float) -> bool:
+    return isinstance(expr, Const) and expr.type is not Type.BOOL and expr.value == value
+
+
+def _python(value: object, kind: Type) -> Const:
+    if kind is Type.BOOL:
+        return const(bool(value))
+    return const(int(value)) if kind is Type.INT else const(float(value))  # type: ignore[call-overload]
+
+
+def _fold(expr: Expr) -> Expr:
+    if not isinstance(expr, Op):
+        return expr
+    if all(isinstance(a, Const) for a in expr.args):
+        return _python(evaluate(expr, {}), expr.type)
+    return _neutral(expr)
+
+
+def _neutral(expr: Op) -> Expr:
+    a = expr.args[0]
+    b = expr.args[1] if len(expr.args) > 1 else a
+    match expr.name:
+        case "add" if _is(b, 0):
+            return a
+        case "add" if _is(a, 0):
+            return b
+        case "sub" if _is(b, 0):
+            return a
+        case "sub" if _is(a, 0):
+            return _fold(neg(b))
+        case "add" if isinstance(a, Op) and a.name == "neg":
+            return _fold(sub(b, a.args[0]))
+        case "neg" if isinstance(a, Op) and a.name == "sub":
+            return _fold(sub(a.args[1], a.args[0]))
+        case "mul" if _is(a, 1):
+            return b
+        case "mul" if _is(b, 1):
+            return a
+        case "mul" if _is(a, -1):
+            return _fold(neg(b))
+        case "mul" if isinstance(b, Const):
+            return _fold(mul(b, a))  # constants to the left
+        case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "mul" and isinstance(b.args[0], Const):
+            return _fold(mul(_python(evaluate(mul(a, b.args[0]), {}), expr.type), b.args[1]))
+        case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "neg":
+            return _fold(mul(_python(-a.value, expr.type), b.args[0]))
+        case "div" if isinstance(b, Const) and b.value != 0 and expr.type is Type.FLOAT:
+            return _fold(mul(const(1.0 / float(b.value)), a))
+        case "neg" if isinstance(a, Op) and a.name == "neg":
+            return a.args[0]
+        case "and" | "or" if isinstance(a, Const):
+            absorbing = expr.name == "or"
+            return a if a.value is absorbing else b
+        case "and" | "or" if isinstance(b, Const) and b.value is (expr.name == "and"):
+            return a
+        case "select" if isinstance(a, Const):
+            return expr.args[1] if a.value else expr.args[2]
+        case _:
+            return expr

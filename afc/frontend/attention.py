@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An attention's body, statement by statement, to a Program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Union
+
+from afc.errors import Span
+from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors, formula_variables, variables
+from afc.expr.operators import to_float
+from afc.expr.printer import attn
+from afc.expr.simplify import simplify
+from afc.frontend import ast
+from afc.frontend.blocks import UNSUPPORTED_SLOTS, Blocks, call_text, convertible, new_dimensions, option_type
+from afc.frontend.normalizers import classify
+from afc.frontend.report import Report, did_you_mean
+from afc.frontend.scalars import Binding, Scope, TensorRef, expression
+from afc.ir.program import DIMENSIONS, Extent, Normalizer, Param, Program, Rotation, ScalarParam, Step, TensorParam
+
+RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """q, k or v after some row steps; a slice has `lo`, `hi`."""
+
+    operand: Literal["q", "k", "v"]
+    steps: tuple[Rotation, ...] = ()
+    lo: Expr | None = None
+    hi: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """dot(q, k) after some score steps and masks."""
+
+    q: Rows
+    k: Rows
+    steps: tuple[Step, ...] = ()
+    masks: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Normalised scores."""
+
+    scores: Scores
+    normalizer: Normalizer
+
+
+@dataclass(frozen=True)
+class Output:
+    """weights @ v."""
+
+    weights: Weights
+
+
+Value = Union[Rows, Scores, Weights, Output]  # noqa: UP007
+
+
+class AttentionChecker:
+    """Checks one attention. Reports go to the report of `blocks`."""
+
+    def __init__(self, declaration: ast.Declaration, blocks: Blocks, source: str) -> None:
+        self.declaration = declaration
+        self.blocks = blocks
+        self.report: Report = blocks.report
+        self.source = source
+        self.values: dict[str, Value] = {"q": Rows("q"), "k": Rows("k"), "v": Rows("v")}
+        self.names: dict[str, Binding] = {d: Var(d, Type.INT) for d in DIMENSIONS}
+
+    def scope(self, names: dict[str, Binding] | None = None) -> Scope:
+        """Scalars in reach of the attention's statements."""
+        return Scope(dict(self.names if names is None else names), self.report, self.blocks.functions, self.blocks.inline)
+
+    def program(self) -> Program | None:
+        """The checked program, or None after reported mistakes."""
+        if tuple(p.name for p in self.declaration.inputs) != ("q", "k", "v"):
+            self.report.error("E0130", "an attention's inputs are `q, k, v`, in this order", self.declaration.span,
+                              hint=f"write `attention {self.declaration.name}(q, k, v; ...)`")
+            return None
+        before = len(self.report.errors)
+        params = self.signature()
+        for assignment in self.declaration.body:
+            self.assign(assignment)
+        result = self.value(self.declaration.result, self.values, self.names)
+        if result is not None and not isinstance(result, Output):
+            self.report.error("E0131", "an attention returns `normalizer(scores) @ v`", self.declaration.result.span)
+        params = self.require_bounds(params)
+        if len(self.report.errors) > before or not isinstance(result, Output):
+            return None
+        return self.assemble(result, params)
+
+    def assemble(self, result: Output, params: tuple[Param, ...]) -> Program:
+        scores = result.weights.scores
+        d = self.declaration
+        return Program(d.name, d.doc, self.source, d.span, params, scores.q.steps, scores.k.steps, scores.steps,
+                       scores.masks, result.weights.normalizer)
+
+    # ---- signature ---------------------------------------------------------------------------------------------
+
+    def signature(self) -> tuple[Param, ...]:
+        """Parameters after `;`, declared in `names`."""
+        params: list[Param] = []
+        for parameter in self.declaration.options:
+            if parameter.name in (*self.names, *self.values, *RESERVED_OPTIONS) or parameter.name in {p.name for p in params}:
+                self.report.error("E0132", f"the name `{parameter.name}` is taken", parameter.span,
+                                  hint=f"reserved: q, k, v, {', '.join((*DIMENSIONS, *RESERVED_OPTIONS))}")
+            elif parameter.shape is not None:
+                params.append(self.tensor(parameter))
+            else:
+                params.append(self.scalar(parameter))
+        for name in sorted(new_dimensions(self.declaration)):
+            self.names.setdefault(name, Var(name, Type.INT))
+        for param in params:
+            is_tensor = isinstance(param, TensorParam)
+            self.names[param.name] = (TensorRef(param.name, len(param.shape), param.type) if is_tensor  # type: ignore[union-attr]
+                                      else Var(param.name, param.type))
+        return tuple(params)
+
+    def tensor(self, parameter: ast.Parameter) -> TensorParam:
+        known = {d: Var(d, Type.INT) for d in (*DIMENSIONS, *new_dimensions(self.declaration))}
+        scalars = {p.name: Var(p.name, Type.INT) for p in self.declaration.options if p.type == "int" and p.shape is None}
+        extents = []
+        for extent in parameter.shape or ():
+            size = expression(extent.size, self.scope({**known, **scalars}))
+            if size is not None and size.type is not Type.INT:
+                self.report.error("E0202", "a size must be an int", extent.size.span)
+            extents.append(Extent(simplify(size) if size is not None else const(0), extent.broadcast))
+        if len(extents) > 4:
+            self.report.error("E0203", f"`{parameter.name}` has rank {len(extents)}; a captured tensor has rank 4 at most",
+                              parameter.span)
+        if parameter.grad:
+            self.report.error("E0402", f"a gradient for the captured tensor `{parameter.name}` is outside what this version "
+                                       "compiles", parameter.span, hint="drop `grad`: the tensor is then a constant to autograd")
+        return TensorParam(parameter.name, tuple(extents), option_type(parameter), parameter.grad, parameter.span)
+
+    def scalar(self, parameter: ast.Parameter) -> ScalarParam:
+        default = expression(parameter.default, self.scope()) if parameter.default is not None else None
+        kind = option_type(parameter)
+        if default is not None and (not isinstance(default, Const) or not convertible(default.type, kind)):
+            self.report.error("E0133", f"the default of `{parameter.name}` must be a {kind.value} literal", parameter.span)
+            default = None
+        if isinstance(default, Const) and kind is Type.FLOAT:
+            default = to_float(default)
+        bound = expression(parameter.bound, self.scope()) if parameter.bound is not None else None
+        if bound is not None and not (isinstance(bound, Const) and bound.value == 0):
+            self.report.error("E0134", "a run-time parameter may only be bounded as `> 0`", parameter.span)
+        return ScalarParam(parameter.name, kind, default if isinstance(default, Const) else None, bound is not None, parameter.span)
+
+    def require_bounds(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
+        """Turn bounds on run-time values into `positive` parameters, checked at each call."""
+        positive = set()
+        names = {p.name for p in params}
+        for bound in self.blocks.runtime_bounds:
+            if isinstance(bound.value, Var) and bound.value.name in names and bound.limit == 0:
+                positive.add(bound.value.name)
+            elif isinstance(bound.value, Op) and bound.value.name == "to_float" and isinstance(bound.value.args[0], Var):
+                positive.add(bound.value.args[0].name)
+            elif variables(bound.value) & names:
+                self.report.error("E0302", f"`{bound.option}` must be greater than {bound.limit:g}, which cannot be checked for "
+                                           f"`{attn(bound.value)}`", bound.span, hint="pass a parameter or a literal")
+        self.blocks.runtime_bounds.clear()
+        return tuple(replace(p, positive=True) if p.name in positive and isinstance(p, ScalarParam) else p for p in params)
+
+    # ---- statements --------------------------------------------------------------------------------------------
+
+    def assign(self, assignment: ast.Assignment) -> None:
+        targets, value = assignment.targets, assignment.value
+        if isinstance(value, ast.Call) and self.kind(value.function) == "rotate":
+            self.rotate(targets, value)
+            return
+        if isinstance(value, ast.Call) and self.kind(value.function) in UNSUPPORTED_SLOTS:
+            self.unsupported(value)
+            return
+        if len(targets) != 1 or not targets[0].whole:
+            self.report.error("E0135", "only a row block (a rotation) gives several values or a slice", assignment.span)
+            return
+        target = targets[0]
+        if self.is_scalar(value):
+            self.bind_scalar(target, value)
+            return
+        result = self.value(value, self.values, self.names)
+        if result is None:
+            return
+        if target.base in ("q", "k", "v") and not isinstance(result, Rows):
+            self.report.error("E0136", f"`{target.base}` is a tensor of rows; give the scores another name", target.span)
+            return
+        self.values[target.base] = result
+
+    def bind_scalar(self, target: ast.Slice, value: ast.Node) -> None:
+        scalar = expression(value, self.scope())
+        if target.base in self.names or target.base in self.values:
+            self.report.error("E0107", f"`{target.base}` already has a value", target.span)
+        elif scalar is not None:
+            self.names[target.base] = simplify(scalar)
+
+    def is_scalar(self, node: ast.Node) -> bool:
+        """Whether an assignment names a number: nothing in it is a row, a score or a block."""
+        match node:
+            case ast.Name(id=name):
+                return name not in self.values
+            case ast.Literal() | ast.Index():
+                return True
+            case ast.Unary(operand=a):
+                return self.is_scalar(a)
+            case ast.Binary(op=op, left=a, right=b):
+                return op != "@" and self.is_scalar(a) and self.is_scalar(b)
+            case ast.Compare() | ast.Conditional():
+                return True
+            case ast.Call(function=f, args=args):
+                known = self.blocks.declarations.get(f)
+                block = f == "dot" or (known is not None and known.kind != "fn")
+                return not block and all(map(self.is_scalar, args))
+            case _:
+                return False
+
+    def kind(self, function: str) -> str | None:
+        declaration = self.blocks.declarations.get(function)
+        return declaration.kind if declaration else None
+
+    def unsupported(self, node: ast.Call) -> None:
+        kind = self.kind(node.function)
+        assert kind is not None
+        self.report.error("E0401", f"`{node.function}` is a `{kind}` block ({UNSUPPORTED_SLOTS[kind]}), "
+                                   "which is outside what this version compiles", node.span)
+
+    # ---- rotations ---------------------------------------------------------------------------------------------
+
+    def rotate(self, targets: tuple[ast.Slice, ...], node: ast.Call) -> None:
+        declaration = self.blocks.declarations[node.function]
+        if len(node.args) != len(targets):
+            self.report.error("E0137", f"{len(targets)} target(s) but {len(node.args)} row(s) to rotate", node.span)
+            return
+        for target, source in zip(targets, node.args, strict=True):
+            rows = self.rows(source)
+            if rows is None:
+                return
+            if not self.same_columns(target, source):
+                self.report.error("E0138", "a rotated slice goes back where it came from", target.span,
+                                  hint="write `q[a:b], k[a:b] = f(q[a:b], k[a:b])`")
+                return
+            step = self.rotation(declaration, node, rows)
+            if step is None:
+                return
+            whole = Rows(rows.operand, (*rows.steps, step))
+            self.values[target.base] = whole
+
+    def rows(self, node: ast.Node) -> Rows | None:
+        """A row value, with the columns that a slice selects."""
+        name = node.id if isinstance(node, ast.Name) else node.base if isinstance(node, ast.Slice) else None
+        value = self.values.get(name) if name else None
+        if not isinstance(value, Rows) or value.operand == "v":
+            self.report.error("E0139", "a rotation applies to q or k", node.span)
+            return None
+        if isinstance(node, ast.Slice):
+            lo = expression(node.lo, self.scope()) if node.lo is not None else const(0)
+            hi = expression(node.hi, self.scope()) if node.hi is not None else Var("Dqk", Type.INT)
+            return None if lo is None or hi is None else replace(value, lo=simplify(lo), hi=simplify(hi))
+        return replace(value, lo=const(0), hi=Var("Dqk", Type.INT))
+
+    def same_columns(self, target: ast.Slice, source: ast.Node) -> bool:
+        def bounds(node: ast.Slice) -> tuple[object, object]:
+            return tuple(None if n is None else expression(n, self.scope()) for n in (node.lo, node.hi))  # type: ignore[return-value]
+
+        if isinstance(source, ast.Name):
+            return target.whole and (target.base not in ("q", "k", "v") or self.values.get(source.id) is not None)
+        assert isinstance(source, ast.Slice)
+        return target.base == source.base and bounds(target) == bounds(source)
+
+    def rotation(self, declaration: ast.Declaration, node: ast.Call, rows: Rows) -> Rotation | None:
+        assert rows.lo is not None and rows.hi is not None
+        width = rows.hi if rows.lo == const(0) else simplify(Op("sub", (rows.hi, rows.lo), Type.INT))
+        if declaration.pairing not in ("half", "adjacent"):
+            self.report.error("E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span)
+            return None
+        options = self.blocks.bind_options(declaration, node, self.scope())
+        if options is None:
+            return None
+        length = Var("M" if rows.operand == "q" else "N", Type.INT)
+        formula = self.blocks.instantiate(declaration, options, {"D": width, "L": length})
+        if formula is None:
+            return None
+        reads = sorted((formula_variables(formula) & {"b", "h", "r"}) | set(formula_tensors(formula)))
+        if reads:
+            self.report.error("E0403", f"a rotation that reads {', '.join(reads)} is outside what this version compiles",
+                              node.span, hint="a rotation may depend on the position `p` and the pair `c`")
+            return None
+        return Rotation(declaration.name, formula, call_text(declaration, options), declaration.doc, node.span,
+                        declaration.span, first=rows.lo, width=width, pairing=declaration.pairing)  # type: ignore[arg-type]
+
+    # ---- scores, weights, output -------------------------------------------------------------------------------
+
+    def value(self, node: ast.Node, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
+        """A row, score, weight or output value."""
+        match node:
+            case ast.Name(id=name) if name in values:
+                return values[name]
+            case ast.Name(id=name):
+                self.report.error("E0101", f"unknown value `{name}`", node.span, hint=did_you_mean(name, values))
+            case ast.Binary(op="@"):
+                return self.output(node, values, names)
+            case ast.Call():
+                return self.call(node, values, names)
+            case ast.Binary(op=op):
+                self.report.error("E0140", f"`{op}` does not combine rows, scores or weights; an attention is one softmax over one "
+                                           "score matrix", node.span, hint="put arithmetic into a `score` block")
+            case _:
+                self.report.error("E0141", "this is not a row, score or weight value", node.span)
+        return None
+
+    def output(self, node: ast.Binary, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
+        left = self.value(node.left, values, names)
+        right = self.value(node.right, values, names)
+        if left is None or right is None:
+            return None
+        if not isinstance(left, Weights):
+            self.report.error("E0142", "the left side of `@` is a normalizer's result, such as `softmax(s)`", node.left.span)
+            return None
+        if not (isinstance(right, Rows) and right.operand == "v" and not right.steps):
+            self.report.error("E0143", "the right side of `@` is `v`", node.right.span)
+            return None
+        return Output(left)
+
+    def call(self, node: ast.Call, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
+        if node.function == "dot":
+            return self.dot(node, values, names)
+        declaration = self.blocks.declarations.get(node.function)
+        if declaration is None:
+            blocks = [n for n, d in self.blocks.declarations.items() if d.kind != "attention"]
+            self.report.error("E0105", f"unknown block `{node.function}`", node.span, hint=did_you_mean(node.function, [*blocks, "dot"]))
+            return None
+        if declaration.kind in UNSUPPORTED_SLOTS:
+            self.unsupported(node)
+            return None
+        if declaration.kind == "fn":
+            return self.macro(declaration, node, values, names)
+        if declaration.kind not in ("score", "mask", "normalizer"):
+            self.report.error("E0144", f"a {declaration.kind} cannot be used here", node.span,
+                              hint="assign its result: `q, k = rope(q, k)`" if declaration.kind == "rotate" else None)
+            return None
+        return self.block(declaration, node, values, names)
+
+    def dot(self, node: ast.Call, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
+        rows = [self.value(a, values, names) for a in node.args]
+        if node.keywords or len(rows) != 2:
+            self.report.error("E0106", "`dot` takes q and k", node.span)
+            return None
+        q, k = rows
+        if q is None or k is None:
+            return None
+        if not (isinstance(q, Rows) and q.operand == "q" and isinstance(k, Rows) and k.operand == "k"):
+            self.report.error("E0145", "`dot` takes a row of q and a row of k, in this order", node.span)
+            return None
+        return Scores(replace(q, lo=None, hi=None), replace(k, lo=None, hi=None))
+
+    def block(self, declaration: ast.Declaration, node: ast.Call, values: dict[str, Value],
+              names: dict[str, Binding]) -> Value | None:
+        if len(node.args) != 1:
+            self.report.error("E0106", f"`{declaration.name}` takes the scores, and options after `;`", node.span,
+                              hint=f"write `{declaration.name}(s; ...)`")
+            return None
+        scores = self.value(node.args[0], values, names)
+        options = self.blocks.bind_options(declaration, node, self.scope(names))
+        if scores is None or options is None:
+            return None
+        if not isinstance(scores, Scores):
+            self.report.error("E0146", f"`{declaration.name}` applies to scores", node.args[0].span)
+            return None
+        if declaration.kind == "normalizer":
+            normalizer = classify(declaration, node, options, self.blocks)
+            return None if normalizer is None else Weights(scores, normalizer)
+        formula = self.blocks.instantiate(declaration, options, {})
+        if formula is None:
+            return None
+        step = Step(declaration.name, formula, call_text(declaration, options), declaration.doc, node.span, declaration.span)
+        if declaration.kind == "mask":
+            return replace(scores, masks=(*scores.masks, step))
+        return replace(scores, steps=(*scores.steps, step))
+
+    def macro(self, declaration: ast.Declaration, node: ast.Call, values: dict[str, Value],
+              names: dict[str, Binding]) -> Value | None:
+        """A `fn` over rows and scores, such as `scaled_dot_product`: its body is evaluated in place."""
+        if len(node.args) != len(declaration.inputs):
+            self.report.error("E0106", f"`{declaration.name}` takes {len(declaration.inputs)} value(s) before `;`, "
+                                       f"not {len(node.args)}", node.span)
+            return None
+        args = [self.value(a, values, names) for a in node.args]
+        options = self.blocks.bind_options(declaration, node, self.scope(names))
+        if None in args or options is None:
+            return None
+        inner = {p.name: a for p, a in zip(declaration.inputs, args, strict=True) if a is not None}
+        dims: dict[str, Binding] = {d: Var(d, Type.INT) for d in DIMENSIONS}
+        result = self.value(declaration.result, inner, {**dims, **options})
+        if isinstance(result, Scores):  # messages and text name what the user wrote
+            used = isinstance(declaration.result, ast.Call)
+            steps = tuple(replace(s, block=declaration.name, call=call_text(declaration, options), doc=declaration.doc,
+                                  span=node.span) if used and n == len(result.steps) - 1 else s
+                          for n, s in enumerate(result.steps))
+            return replace(result, steps=steps)
+        return result

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `example` lines: numbers from outside that the formulas must reproduce.
+
+The tolerance is half a unit of the last digit written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from afc.expr.evaluate import evaluate, evaluate_formula
+from afc.expr.nodes import Const, Expr, Type, Var
+from afc.frontend import ast
+from afc.frontend.blocks import SLOTS, Blocks, option_type
+from afc.frontend.normalizers import split
+from afc.frontend.report import did_you_mean
+from afc.frontend.scalars import Binding, Scope, TensorRef, expression
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one example. `got` is None where it could not be evaluated (a reported mistake)."""
+
+    example: ast.Example
+    got: tuple[float | bool, ...] | None
+    passed: bool
+
+
+class ExampleRunner:
+    """Evaluates examples against the declarations of `blocks`; mistakes go to its report."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.report = blocks.report
+
+    def run(self, example: ast.Example) -> Outcome:
+        """Evaluate and compare; a wrong number is reported as E0310."""
+        got = self.value(example.call)
+        expected = example.expected.items if isinstance(example.expected, ast.Items) else (example.expected,)
+        if got is None:
+            return Outcome(example, None, False)
+        close = len(got) == len(expected) and all(
+            self.close(value, node) for value, node in zip(got, expected, strict=True))
+        if not close:
+            shown = ", ".join(f"{v:.10g}" if isinstance(v, float) else str(v).lower() for v in got)
+            self.report.error("E0310", f"this example does not hold: the formula gives {shown}", example.span)
+        return Outcome(example, got, close)
+
+    def close(self, value: float | bool, node: ast.Node) -> bool:
+        literal, sign = (node.operand, -1) if isinstance(node, ast.Unary) else (node, 1)
+        if not isinstance(literal, ast.Literal):
+            self.report.error("E0311", "the expected value of an example is a literal", node.span)
+            return False
+        if isinstance(literal.value, bool) or isinstance(value, bool):
+            return value is literal.value
+        mantissa, _, exponent = literal.text.lower().partition("e")
+        digits = len(mantissa.partition(".")[2])
+        return abs(value - sign * literal.value) <= 0.5 * 10.0 ** (int(exponent or 0) - digits) * (1 + 1e-9)
+
+    def value(self, call: ast.Node) -> tuple[float | bool, ...] | None:
+        declaration = self.blocks.declarations.get(call.function) if isinstance(call, ast.Call) else None
+        if declaration is None or not isinstance(call, ast.Call):
+            self.report.error("E0312", "an example calls a block of this file or of the prelude", call.span)
+            return None
+        if declaration.kind == "normalizer":
+            return self.normalizer(declaration, call)
+        if declaration.kind == "fn" and self.blocks.is_macro(declaration):
+            result = self.macro(declaration, call)
+            return None if result is None else (float(result),)
+        if declaration.kind not in (*SLOTS, "fn"):
+            return None
+        return self.block(declaration, call)
+
+    def constants(self, call: ast.Call, skip: frozenset[str] = frozenset()) -> dict[str, Any] | None:
+        """Named arguments of a call as numbers or arrays."""
+        found = {k.name: self.literal(k.value) for k in call.keywords if k.name not in skip}
+        return None if any(v is None for v in found.values()) else found
+
+    def literal(self, node: ast.Node) -> Any:
+        if isinstance(node, ast.Items):
+            return np.array([self.literal(i) for i in node.items])
+        expr = expression(node, Scope({}, self.report, self.blocks.functions, self.blocks.inline))
+        return None if expr is None else evaluate(expr, {})
+
+    def block(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float | bool, ...] | None:
+        given = self.constants(call)
+        args = [self.literal(a) for a in call.args]
+        if given is None or any(a is None for a in args):
+            return None
+        if len(args) != len(declaration.inputs):
+            self.report.error("E0106", f"`{declaration.name}` has {len(declaration.inputs)} input(s), the example gives {len(args)}",
+                              call.span)
+            return None
+        env: dict[str, Any] = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
+        bindings, tensors = self.bindings(declaration, given, call)
+        if bindings is None:
+            return None
+        formula = self.blocks.instantiate(declaration, bindings, {})
+        if formula is None:
+            return None
+        env |= {n: v for n, v in given.items() if n not in tensors}
+        try:
+            values = evaluate_formula(formula, env, tensors)
+        except KeyError as missing:
+            self.report.error("E0313", f"the example needs a value for {missing}", call.span,
+                              hint=f"write `; {str(missing).strip(chr(39))} = ...`")
+            return None
+        return tuple(bool(v) if declaration.kind == "mask" else float(v) for v in values)
+
+    def bindings(self, declaration: ast.Declaration, given: Mapping[str, Any],
+                 call: ast.Call) -> tuple[dict[str, Binding] | None, dict[str, Any]]:
+        """Options as variables or tensors; a default applies where the example gives nothing."""
+        bound: dict[str, Binding] = {}
+        tensors: dict[str, Any] = {}
+        slot = SLOTS.get(declaration.kind)
+        names = {p.name for p in declaration.options} | set(slot.dimensions if slot else ())
+        for name in given:
+            if name not in names and not name[0].isupper():
+                self.report.error("E0118", f"`{declaration.name}` has no option `{name}`", call.span, hint=did_you_mean(name, names))
+                return None, {}
+        for option in declaration.options:
+            if option.shape is not None:
+                bound[option.name] = TensorRef(option.name, len(option.shape), option_type(option))
+                tensors[option.name] = given.get(option.name, np.zeros((0,) * len(option.shape)))
+            elif option.name in given:
+                bound[option.name] = Var(option.name, option_type(option))
+            elif option.default is not None:
+                value = self.default(option, bound)
+                if value is None:
+                    return None, {}
+                bound[option.name] = value
+            elif slot is None or option.name not in slot.inputs:
+                self.report.error("E0120", f"`{declaration.name}` needs a value for `{option.name}`", call.span)
+                return None, {}
+        return bound, tensors
+
+    def default(self, option: ast.Parameter, bound: Mapping[str, Binding]) -> Expr | None:
+        assert option.default is not None
+        dims: dict[str, Binding] = {"Dqk": Var("Dqk", Type.INT), "Dv": Var("Dv", Type.INT)}
+        value = expression(option.default, Scope({**dims, **bound}, self.report, self.blocks.functions, self.blocks.inline))
+        if isinstance(value, Const) and option_type(option) is Type.FLOAT:
+            return Const(float(value.value), Type.FLOAT)
+        return value
+
+    def normalizer(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float, ...] | None:
+        scores = self.literal(call.args[0]) if call.args else None
+        parts = split(declaration.result)
+        options = self.constants(call)
+        if scores is None or parts is None or options is None:
+            return None
+        names: dict[str, Binding] = {n: Var(n, t) for n, t in SLOTS["normalizer"].inputs.items()}
+        names |= {n: Var(n, Type.FLOAT) for n in options}
+        scope = Scope(names, self.report, self.blocks.functions, self.blocks.inline)
+        weight = expression(parts[0], scope)
+        extra = expression(parts[2], scope) if parts[2] is not None else Const(0.0, Type.FLOAT)
+        if weight is None or extra is None:
+            return None
+        w = np.atleast_1d(evaluate(weight, {"s": scores, **options}))
+        total = w.sum() + evaluate(extra, options) if parts[1] is not None else 1.0
+        return tuple(float(x) for x in w / total)
+
+    def macro(self, declaration: ast.Declaration, call: ast.Call) -> float | None:
+        """A function over rows: `q` and `k` are lists, `dot` is their inner product."""
+        args = [self.literal(a) for a in call.args]
+        if len(args) != len(declaration.inputs) or any(not isinstance(a, np.ndarray) for a in args):
+            self.report.error("E0314", f"an example of `{declaration.name}` gives a list for each row", call.span)
+            return None
+        options = self.constants(call)
+        if options is None:
+            return None
+        env = {"Dqk": len(args[0]), "Dv": len(args[-1]), **options}
+        for option in declaration.options:
+            if option.name not in env and option.default is not None:
+                value = self.default(option, {})
+                env[option.name] = None if value is None else evaluate(value, env)
+        rows = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
+        return self.macro_value(declaration.result, rows, env)
+
+    def macro_value(self, node: ast.Node, rows: Mapping[str, Any], env: Mapping[str, Any]) -> float | None:
+        if not isinstance(node, ast.Call):
+            return None
+        if node.function == "dot":
+            q, k = (rows[a.id] for a in node.args if isinstance(a, ast.Name))
+            return float(q @ k)
+        inner = self.macro_value(node.args[0], rows, env)
+        declaration = self.blocks.declarations[node.function]
+        scope = Scope({n: Var(n, Type.FLOAT) for n in env}, self.report, self.blocks.functions, self.blocks.inline)
+        options = self.blocks.bind_options(declaration, node, scope)
+        formula = self.blocks.instantiate(declaration, options or {}, {})
+        self.blocks.runtime_bounds.clear()
+        return None if formula is None or inner is None else float(evaluate_formula(formula, {"s": inner, **env})[0])

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structures between front end and text: Program, MaskPlan, TiledKernel, LaunchPlan."""

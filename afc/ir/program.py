@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Program: one attention, checked, in the author's terms. Passes map Program to Program.
+
+    O = normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v
+
+Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c` (position and pair
+of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and captured tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from afc.errors import Span
+from afc.expr.nodes import Const, Expr, Formula, Type, formula_tensors
+
+INDEX_NAMES = ("b", "h", "i", "j", "m", "n")
+DIMENSIONS = ("B", "H", "Hk", "M", "N", "Dqk", "Dv")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Size of one dimension of a captured tensor; `broadcast`: size 1 is also accepted (`1|B`)."""
+
+    size: Expr
+    broadcast: bool = False
+
+
+@dataclass(frozen=True)
+class TensorParam:
+    """A captured tensor of the signature. `grad`: a gradient is asked for."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    type: Type
+    grad: bool
+    span: Span
+
+
+@dataclass(frozen=True)
+class ScalarParam:
+    """A run-time scalar of the signature. `positive`: declared `> 0`, checked at every call."""
+
+    name: str
+    type: Type
+    default: Const | None
+    positive: bool
+    span: Span
+
+
+Param = TensorParam | ScalarParam
+
+
+@dataclass(frozen=True)
+class Step:
+    """A block as used: its formula with arguments bound.
+
+    `call`: how it reads, e.g. `softcap(cap = 50.0)`; `span`: where it is used; `origin`: where it is declared.
+    """
+
+    block: str
+    formula: Formula
+    call: str
+    doc: str
+    span: Span
+    origin: Span
+
+
+@dataclass(frozen=True)
+class Rotation(Step):
+    """A linear map of column pairs of q or k, by position.
+
+    Columns `first .. first + width - 1`. Pair c joins columns (c, c + width/2) for `half`, (2c, 2c + 1) for
+    `adjacent`. `matrix`: (a00, a01, a10, a11) as formulas of p and c, set by the pass `matrices`.
+    """
+
+    first: Expr = field(kw_only=True)
+    width: Expr = field(kw_only=True)
+    pairing: Literal["half", "adjacent"] = field(kw_only=True)
+    matrix: Formula | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """Weights of a row: w(s), or w(s) / (sum(w(s)) + extra).
+
+    `exponential`: w is exp (the online softmax); `factor`: positive constant f such that the score is f times what
+    the score steps give, set by the pass `factor`.
+    """
+
+    block: str
+    weight: Formula
+    exponential: bool
+    has_sum: bool
+    extra: Formula | None
+    call: str
+    doc: str
+    span: Span
+    origin: Span
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ScoreGradient:
+    """d score / d s as a product: `constant * steps_k(...)`. A step whose derivative is constant is None."""
+
+    steps: tuple[Formula | None, ...]
+    constant: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """An attention. `constants` are dimensions and parameters fixed at compile time (`-D D=64`)."""
+
+    name: str
+    doc: str
+    source: str
+    span: Span
+    params: tuple[Param, ...]
+    q_steps: tuple[Rotation, ...]
+    k_steps: tuple[Rotation, ...]
+    scores: tuple[Step, ...]
+    masks: tuple[Step, ...]
+    normalizer: Normalizer
+    constants: tuple[tuple[str, int | float | bool], ...] = ()
+    score_gradient: ScoreGradient | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorParam, ...]:
+        """Captured tensors in signature order."""
+        return tuple(p for p in self.params if isinstance(p, TensorParam))
+
+    @property
+    def scalars(self) -> tuple[ScalarParam, ...]:
+        """Run-time scalars in signature order."""
+        return tuple(p for p in self.params if isinstance(p, ScalarParam))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every block in use, in the order of the data."""
+        return (*self.q_steps, *self.k_steps, *self.scores, *self.masks)
+
+    def constant(self, name: str) -> int | float | bool | None:
+        """A compile-time constant, or None."""
+        return dict(self.constants).get(name)
+
+    def map_formulas(self, rule: object) -> Program:
+        """The program with `rule` applied to the formula of every step (and matrix, weight, extra)."""
+        assert callable(rule)
+
+        def step(s: Step) -> Step:
+            s = replace(s, formula=rule(s.formula))
+            if isinstance(s, Rotation) and s.matrix is not None:
+                s = replace(s, matrix=rule(s.matrix))
+            return s
+
+        extra = self.normalizer.extra
+        normalizer = replace(self.normalizer, weight=rule(self.normalizer.weight),
+                             extra=None if extra is None else rule(extra))
+        return replace(
+            self, normalizer=normalizer,
+            q_steps=tuple(step(s) for s in self.q_steps), k_steps=tuple(step(s) for s in self.k_steps),  # type: ignore[misc]
+            scores=tuple(map(step, self.scores)), masks=tuple(map(step, self.masks)))  # fmt: skip
+
+
+def used_tensors(program: Program) -> tuple[str, ...]:
+    """Captured tensors that some step reads, in order of first use."""
+    formulas = [s.formula for s in program.steps]
+    if program.normalizer.extra is not None:
+        formulas.append(program.normalizer.extra)
+    return tuple(dict.fromkeys(t for f in formulas for t in formula_tensors(f)))

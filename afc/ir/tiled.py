@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TiledKernel: one kernel as a target-free schedule of tile operations, plus its binding to a target.
+LaunchPlan: the kernels of a pass in order, and the workspace they share.
+
+`afc/reference/tiled.py` executes the schedule half on NumPy tiles, roundings included; the templates print the same
+steps for a target. Names in capitals are tiles: rows = queries, columns = keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Union
+
+from afc.expr.nodes import Expr, Formula
+from afc.ir.masks import MaskPlan
+from afc.ir.program import Rotation, Step
+
+Kind = Literal["table", "rotate", "forward", "preprocess", "backward", "postprocess", "combine", "plan"]
+Axis = Literal["queries", "keys"]
+Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
+
+
+# ---- tile operations -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """A tile of a tensor, rows beyond its length as zeros. q and k arrive rotated and rounded to the storage type."""
+
+    out: str
+    source: Operand
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """out (+)= a b with float32 (float64) accumulation; `transpose_*` as written."""
+
+    out: str
+    a: str
+    b: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """X = score steps of S, element by element; S itself is kept for the gradient."""
+
+    out: str
+    s: str
+
+
+@dataclass(frozen=True)
+class Mask:
+    """X = -inf where the mask, or the end of a sequence, removes the element. Only on partial tiles."""
+
+    x: str
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """m' = max(m, rowmax X), P = exp(f (X - m')), l = l exp(f (m - m')) + rowsum P; O is rescaled alike."""
+
+    out: str
+    x: str
+    maximum: str
+    total: str
+    rescale: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """P = exp(f X - LSE), zero where X or LSE is -inf."""
+
+    out: str
+    x: str
+    lse: str
+
+
+@dataclass(frozen=True)
+class ScoreGradient:
+    """dS = P (dP - delta), times the derivative of the score steps at S."""
+
+    out: str
+    p: str
+    dp: str
+    delta: str
+    s: str
+
+
+@dataclass(frozen=True)
+class RowDot:
+    """out = rowsum(a * b) - minus: delta of the backward pass, where `minus` is the gradient of the LSE."""
+
+    out: str
+    a: str
+    b: str
+    minus: str
+
+
+@dataclass(frozen=True)
+class Round:
+    """Round to the storage type: an explicit rounding point."""
+
+    x: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """X *= by."""
+
+    x: str
+    by: float
+
+
+@dataclass(frozen=True)
+class RotateBack:
+    """Rows times the transposed rotations of an operand, last rotation first."""
+
+    x: str
+    operand: Literal["q", "k"]
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """O /= l where l > 0, else 0; LSE = f m + log l, -inf for a row without a key."""
+
+    o: str
+    maximum: str
+    total: str
+    lse: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """Write a tile (rows within the tensor), or add it to an accumulator."""
+
+    x: str
+    target: Operand
+    add: bool = False
+
+
+TileOp = Union[  # noqa: UP007
+    Load, Matmul, Scores, Mask, OnlineSoftmax, Weights, ScoreGradient, RowDot, Round, Scale, RotateBack, Normalize, Store,
+]  # fmt: skip
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The inner loop of a kernel: for a tile of one axis, the runs of the other, partial tiles before full ones.
+
+    `over_group`: the loop also visits every query head of the tile's key head.
+    """
+
+    axis: Axis
+    over_group: bool = False
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a target runs a kernel. `homes`: tile -> registers, shared or global memory; `roles`: warps by task."""
+
+    target: str
+    homes: tuple[tuple[str, str], ...] = ()
+    roles: tuple[tuple[str, int], ...] = ()
+    warps: int = 0
+    stages: int = 1
+    min_blocks: int = 1
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TiledKernel:
+    """One kernel.
+
+    `stationary`: the axis whose tiles are the parallel work items (with batch and head); `order`: of the work items;
+    `epilogue_kind`: `final`, or `partial` (unnormalised O and LSE of a range of keys, for split-KV).
+    """
+
+    name: str
+    kind: Kind
+    stationary: Axis
+    tile: Tile
+    order: Literal["any", "longest first"]
+    prologue: tuple[TileOp, ...]
+    walk: Walk | None
+    body: tuple[TileOp, ...]
+    epilogue: tuple[TileOp, ...]
+    epilogue_kind: Literal["final", "partial"] = "final"
+    binding: Binding = field(default_factory=lambda: Binding("reference"))
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What tile operations mean for one attention: the scalar parts, shared by all its kernels."""
+
+    storage: str
+    compute: str
+    head_qk: int
+    head_v: int
+    q_rotations: tuple[Rotation, ...]
+    k_rotations: tuple[Rotation, ...]
+    scores: tuple[Step, ...]
+    score_gradients: tuple[Formula | None, ...]
+    scores_finite: bool
+    softmax_scale: float
+    gradient_scale: float
+    mask: MaskPlan
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A part of the workspace. `count`: values, an int expression of B, Hq, Hk, M, N; alignment in bytes."""
+
+    name: str
+    dtype: str
+    count: Expr
+    passes: tuple[Literal["forward", "backward"], ...]
+    zeroed: bool = False
+    alignment: int = 256
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel in a plan. `after`: kernels whose results it reads (dependent-launch edges)."""
+
+    kernel: TiledKernel
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything one attention needs at one (Dqk, Dv, dtype, target)."""
+
+    name: str
+    target: str
+    semantics: Semantics
+    forward: tuple[Launch, ...]
+    backward: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...]
+    saved: tuple[Operand, ...] = ("q", "k", "v", "o", "lse")
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """All kernels, forward first."""
+        return (*self.forward, *self.backward)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formula interpreter: an attention as its author wrote it, dense, in float64. Memory is O(M N); for tests.
+
+Contracts: a row without a live key (or whose live scores are all -inf) has output 0, LSE -inf and gradients 0; a masked
+element influences nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from afc.expr.evaluate import evaluate_formula
+from afc.ir.program import Program, Rotation
+
+Array = Any  # np.ndarray of float64
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a call: q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv], captured tensors, scalars, origins."""
+
+    q: Array
+    k: Array
+    v: Array
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    scalars: Mapping[str, float | int | bool] = field(default_factory=dict)
+    q_origin: int = 0
+    k_origin: int = 0
+
+    def sizes(self) -> dict[str, int]:
+        """Dimensions and origins by name."""
+        b, h, m, d = self.q.shape
+        return {"B": b, "H": h, "Hk": self.k.shape[1], "M": m, "N": self.k.shape[2], "Dqk": d, "Dv": self.v.shape[3],
+                "q_origin": self.q_origin, "k_origin": self.k_origin}  # fmt: skip
+
+    def elements(self, h: Array | None = None) -> dict[str, Any]:
+        """Indices that broadcast to [B, H, M, N], with dimensions and scalars."""
+        sizes = self.sizes()
+        b, heads, m, n = (np.arange(sizes[x]) for x in ("B", "H", "M", "N"))
+        heads = heads if h is None else h
+        m, n = m[:, None], n[None, :]
+        return {**sizes, **self.scalars, "b": b[:, None, None, None], "h": heads[None, :, None, None],
+                "m": m, "n": n, "i": m + self.q_origin, "j": n + self.k_origin}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """o [B, H, M, Dv] and the natural-log LSE [B, H, M]."""
+
+    o: Array
+    lse: Array
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of q, k and v, in their shapes."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+def rotate(x: Array, steps: tuple[Rotation, ...], origin: int, transpose: bool = False) -> Array:
+    """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order. Rotations must have `matrix`."""
+    x = np.array(x, np.float64)
+    position = np.arange(x.shape[2])[:, None] + origin
+    for step in reversed(steps) if transpose else steps:
+        assert step.matrix is not None
+        lo, hi = columns(step)
+        a00, a01, a10, a11 = evaluate_formula(step.matrix, {"p": position, "c": np.arange(len(lo))[None, :]})
+        if transpose:
+            a01, a10 = a10, a01
+        x0, x1 = x[..., lo], x[..., hi]
+        x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
+    return x
+
+
+def columns(step: Rotation) -> tuple[Array, Array]:
+    """Columns of the first and second member of each pair."""
+    first, width = int(step.first.value), int(step.width.value)  # type: ignore[union-attr]
+    pairs = np.arange(width // 2)
+    if step.pairing == "half":
+        return first + pairs, first + width // 2 + pairs
+    return first + 2 * pairs, first + 2 * pairs + 1
+
+
+@dataclass(frozen=True)
+class _Trace:
+    q: Array
+    k: Array
+    s: Array
+    x: Array
+    keep: Array
+    p: Array
+    result: Result
+
+
+def forward(program: Program, call: Call) -> Result:
+    """Output and LSE of a program that the passes have been run on."""
+    return _trace(program, call).result
+
+
+def _trace(program: Program, call: Call) -> _Trace:
+    group = call.q.shape[1] // max(call.k.shape[1], 1)
+    q = rotate(call.q, program.q_steps, call.q_origin)
+    k = np.repeat(rotate(call.k, program.k_steps, call.k_origin), group, axis=1)
+    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    env = call.elements()
+    s = q @ k.swapaxes(-1, -2)
+    x = s
+    for step in program.scores:
+        x = np.broadcast_to(evaluate_formula(step.formula, {**env, "s": x}, call.tensors)[0], s.shape)
+    keep = np.ones(s.shape, bool)
+    for step in program.masks:
+        keep &= evaluate_formula(step.formula, env, call.tensors)[0]
+    x = program.normalizer.factor * x
+    masked = np.where(keep, x, -np.inf)
+    maximum = np.max(masked, axis=-1, keepdims=True, initial=-np.inf)
+    safe = np.where(np.isneginf(maximum), 0.0, maximum)
+    weights = np.exp(masked - safe)
+    total = weights.sum(-1, keepdims=True)
+    live = total > 0
+    p = weights / np.where(live, total, 1.0)
+    with np.errstate(divide="ignore"):
+        lse = np.where(live, safe + np.log(total), -np.inf)[..., 0]
+    return _Trace(q, k, s, x, keep, p, Result(_gated(p, v), lse))
+
+
+def _gated(weights: Array, values: Array) -> Array:
+    """weights @ values where a weight of exactly 0 lets nothing through, not even NaN."""
+    if np.isfinite(values).all():
+        return weights @ values
+    terms = np.where(weights[..., None] == 0, 0.0, weights[..., None] * values[..., None, :, :])
+    return np.asarray(terms.sum(-2))
+
+
+def backward(program: Program, call: Call, do: Array, dlse: Array | None = None) -> Gradients:
+    """Gradients of sum(do * o) + sum(dlse * lse). Source: dS = P (dP - delta + dLSE), delta = rowsum(dO * O)."""
+    t = _trace(program, call)
+    group = call.q.shape[1] // max(call.k.shape[1], 1)
+    do = np.asarray(do, np.float64)
+    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    delta = (do * t.result.o).sum(-1, keepdims=True)
+    if dlse is not None:
+        delta = delta - np.asarray(dlse, np.float64)[..., None]
+    dx = t.p * (do @ v.swapaxes(-1, -2) - delta)
+    ds = np.where(t.keep & (t.p != 0), dx * _score_derivative(program, call, t.s), 0.0)
+    dq = rotate(ds @ t.k, program.q_steps, call.q_origin, transpose=True)
+    dk = rotate(_sum_group(ds.swapaxes(-1, -2) @ t.q, group), program.k_steps, call.k_origin, transpose=True)
+    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group))
+
+
+def _sum_group(x: Array, group: int) -> Array:
+    b, h, n, d = x.shape
+    return x.reshape(b, h // max(group, 1), max(group, 1), n, d).sum(2)
+
+
+def _score_derivative(program: Program, call: Call, s: Array) -> Array:
+    """d score / d s, factor included, from the derivatives of the steps."""
+    gradient = program.score_gradient
+    assert gradient is not None
+    env = call.elements()
+    x, product = s, np.full(s.shape, gradient.constant)
+    for step, derivative in zip(program.scores, gradient.steps, strict=True):
+        if derivative is not None:
+            product = product * evaluate_formula(derivative, {**env, "s": x}, call.tensors)[0]
+        x = np.broadcast_to(evaluate_formula(step.formula, {**env, "s": x}, call.tensors)[0], s.shape)
+    return product

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule interpreter: executes a LaunchPlan on NumPy tiles exactly as scheduled.
+
+It walks the work items, runs and tile operations of every kernel, with the explicit roundings to the storage type; sums
+are in float64, so the difference to a real kernel is the accumulation error alone. The difference to `dense` shows a
+fault of the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from afc.expr.evaluate import evaluate, evaluate_formula
+from afc.ir.masks import Run
+from afc.ir.tiled import (
+    Launch,
+    LaunchPlan,
+    Load,
+    Mask,
+    Matmul,
+    Normalize,
+    OnlineSoftmax,
+    RotateBack,
+    Round,
+    RowDot,
+    Scale,
+    ScoreGradient,
+    Scores,
+    Semantics,
+    Store,
+    TiledKernel,
+    TileOp,
+    Weights,
+)
+from afc.masks import key_run, query_run
+from afc.reference.dense import Call, Gradients, Result, rotate
+from afc.reference.rounding import to_storage
+
+Array = Any
+
+
+@dataclass
+class _Memory:
+    """Global tensors, [B, heads, rows, width] (row vectors have width 1), float64 holding storage values."""
+
+    call: Call
+    semantics: Semantics
+    tensors: dict[str, Array] = field(default_factory=dict)
+    group: int = 1
+
+
+@dataclass
+class _Work:
+    """Where a work item stands: batch, query head, key head, and the index ranges of the current tile."""
+
+    b: int
+    h: int
+    hk: int
+    rows: slice
+    keys: slice
+    partial: bool = True
+    tiles: dict[str, Array] = field(default_factory=dict)
+
+
+def run_forward(plan: LaunchPlan, call: Call) -> Result:
+    """Output and LSE, by the plan's forward kernels."""
+    memory = _memory(plan, call)
+    b, h, m, _ = call.q.shape
+    memory.tensors["o"] = np.full((b, h, m, call.v.shape[3]), np.nan)
+    memory.tensors["lse"] = np.full((b, h, m, 1), np.nan)
+    _run(plan.forward, memory)
+    return Result(memory.tensors["o"], memory.tensors["lse"][..., 0])
+
+
+def run_backward(plan: LaunchPlan, call: Call, result: Result, do: Array, dlse: Array | None = None) -> Gradients:
+    """Gradients, by the plan's backward kernels. `result` is the forward's."""
+    memory = _memory(plan, call)
+    storage = plan.semantics.storage
+    b, h, m, d = call.q.shape
+    memory.tensors |= {
+        "o": result.o, "lse": result.lse[..., None], "do": to_storage(do, storage),
+        "dlse": np.zeros((b, h, m, 1)) if dlse is None else np.asarray(dlse, np.float64)[..., None],
+        "delta": np.full((b, h, m, 1), np.nan), "dq_sum": np.zeros((b, h, m, d)),
+        "dq": np.full(call.q.shape, np.nan), "dk": np.full(call.k.shape, np.nan), "dv": np.full(call.v.shape, np.nan),
+    }  # fmt: skip
+    _run(plan.backward, memory)
+    return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"])
+
+
+def _memory(plan: LaunchPlan, call: Call) -> _Memory:
+    s = plan.semantics
+    q, k = (to_storage(x, s.storage) for x in (call.q, call.k))
+    memory = _Memory(call, s, group=call.q.shape[1] // max(call.k.shape[1], 1))
+    memory.tensors = {
+        "q": to_storage(rotate(q, s.q_rotations, call.q_origin), s.storage),
+        "k": to_storage(rotate(k, s.k_rotations, call.k_origin), s.storage),
+        "v": to_storage(call.v, s.storage),
+    }
+    return memory
+
+
+def _run(launches: tuple[Launch, ...], memory: _Memory) -> None:
+    for launch in launches:
+        if launch.kernel.kind != "rotate":  # its results are in `memory` already
+            _kernel(launch.kernel, memory)
+
+
+def _kernel(kernel: TiledKernel, memory: _Memory) -> None:
+    sizes = memory.call.sizes()
+    queries = kernel.stationary == "queries"
+    tile, length = (kernel.tile.queries, sizes["M"]) if queries else (kernel.tile.keys, sizes["N"])
+    heads = sizes["H"] if queries else sizes["Hk"]
+    for b in range(sizes["B"]):
+        for head in range(heads):
+            for first in range(0, length, tile):
+                section = slice(first, min(first + tile, length))
+                _item(kernel, memory, b, head, section)
+
+
+def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slice) -> None:
+    queries = kernel.stationary == "queries"
+    work = _Work(b, head if queries else head * memory.group, head // memory.group if queries else head,
+                 section if queries else slice(0, 0), slice(0, 0) if queries else section)
+    _ops(kernel.prologue, work, memory)
+    if kernel.walk is not None:
+        run, size = _walk(kernel, memory, section)
+        for member in range(memory.group if kernel.walk.over_group else 1):
+            work.h = work.h if queries else head * memory.group + member
+            for index, full in run.tiles(size):
+                other = slice(index * size, (index + 1) * size)
+                work.partial = not full
+                work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
+                _ops(kernel.body, work, memory)
+    _ops(kernel.epilogue, work, memory)
+
+
+def _walk(kernel: TiledKernel, memory: _Memory, section: slice) -> tuple[Run, int]:
+    sizes: dict[str, Any] = {**memory.call.sizes(), **memory.call.scalars}
+    plan = memory.semantics.mask
+    if kernel.stationary == "queries":
+        return key_run(plan, section.start, section.stop - 1, sizes), kernel.tile.keys
+    return query_run(plan, section.start, section.stop - 1, sizes), kernel.tile.queries
+
+
+def _ops(ops: tuple[TileOp, ...], work: _Work, memory: _Memory) -> None:
+    for op in ops:
+        _op(op, work, memory)
+
+
+def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
+    tiles, semantics = work.tiles, memory.semantics
+    match op:
+        case Load(out=out, source=source):
+            tiles[out] = _load(memory, work, source)
+        case Matmul():
+            _matmul(op, work, memory)
+        case Scores(out=out, s=s):
+            tiles[out] = _scores(tiles[s], work, memory)
+        case Mask(x=x):
+            if work.partial:
+                tiles[x] = np.where(_keep(work, memory), tiles[x], -np.inf)
+        case OnlineSoftmax():
+            _online_softmax(op, work, semantics)
+        case Weights(out=out, x=x, lse=lse):
+            exponent = semantics.softmax_scale * tiles[x] - np.where(np.isneginf(tiles[lse]), np.inf, tiles[lse])
+            tiles[out] = np.exp(np.where(np.isnan(exponent), -np.inf, exponent))
+        case ScoreGradient(out=out, p=p, dp=dp, delta=delta, s=s):
+            tiles[out] = tiles[p] * (tiles[dp] - tiles[delta]) * _score_gradient(tiles[s], work, memory)
+            tiles[out] = np.where(tiles[p] == 0, 0.0, tiles[out])
+        case RowDot(out=out, a=a, b=b, minus=minus):
+            tiles[out] = (tiles[a] * tiles[b]).sum(-1, keepdims=True) - tiles[minus]
+        case Round(x=x):
+            if x in tiles:
+                tiles[x] = to_storage(tiles[x], semantics.storage)
+        case Scale(x=x, by=by):
+            if x in tiles:
+                tiles[x] = tiles[x] * by
+        case RotateBack(x=x, operand=operand):
+            _rotate_back(x, operand, work, memory)
+        case Normalize():
+            _normalize(op, work, memory)
+        case Store():
+            _store(op, work, memory)
+
+
+def _section(source: str, work: _Work) -> tuple[int, slice]:
+    """Head and row range of a tensor's tile."""
+    return (work.hk, work.keys) if source in ("k", "v", "dk", "dv") else (work.h, work.rows)
+
+
+def _load(memory: _Memory, work: _Work, source: str) -> Array:
+    """A tile; rows beyond the tensor are zeros."""
+    head, rows = _section(source, work)
+    tile = memory.tensors[source][work.b, head, rows]
+    missing = (rows.stop - rows.start) - tile.shape[0]
+    return np.pad(tile, ((0, missing), (0, 0)))
+
+
+def _matmul(op: Matmul, work: _Work, memory: _Memory) -> None:
+    a, b = work.tiles[op.a], work.tiles[op.b]
+    product = (a.T if op.transpose_a else a) @ (b.T if op.transpose_b else b)
+    if op.accumulate and op.out in work.tiles:
+        product = product + work.tiles[op.out]
+    work.tiles[op.out] = product
+
+
+def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
+    call = memory.call
+    m, n = np.arange(work.rows.start, work.rows.stop)[:, None], np.arange(work.keys.start, work.keys.stop)[None, :]
+    return {**call.sizes(), **call.scalars, "b": work.b, "h": work.h, "m": m, "n": n,
+            "i": m + call.q_origin, "j": n + call.k_origin}  # fmt: skip
+
+
+def _scores(s: Array, work: _Work, memory: _Memory) -> Array:
+    x = s
+    for step in memory.semantics.scores:
+        x = evaluate_formula(step.formula, {**_env(work, memory), "s": x}, memory.call.tensors)[0]
+    return np.broadcast_to(x, s.shape)
+
+
+def _score_gradient(s: Array, work: _Work, memory: _Memory) -> Array:
+    env, x, product = _env(work, memory), s, np.ones(s.shape)
+    for step, derivative in zip(memory.semantics.scores, memory.semantics.score_gradients, strict=True):
+        if derivative is not None:
+            product = product * evaluate_formula(derivative, {**env, "s": x}, memory.call.tensors)[0]
+        x = evaluate_formula(step.formula, {**env, "s": x}, memory.call.tensors)[0]
+    return product
+
+
+def _keep(work: _Work, memory: _Memory) -> Array:
+    env = _env(work, memory)
+    keep = (env["m"] < env["M"]) & (env["n"] < env["N"])
+    predicate = memory.semantics.mask.predicate
+    return keep if predicate is None else keep & evaluate(predicate, env, memory.call.tensors)
+
+
+def _online_softmax(op: OnlineSoftmax, work: _Work, semantics: Semantics) -> None:
+    tiles, f = work.tiles, semantics.softmax_scale
+    x = tiles[op.x]
+    rows = x.shape[0]
+    old = tiles.get(op.maximum, np.full((rows, 1), -np.inf))
+    new = np.maximum(old, x.max(-1, keepdims=True))
+    safe = np.where(np.isneginf(new), 0.0, new)
+    correction = np.exp(f * (old - safe))
+    tiles[op.out] = np.exp(f * (x - safe))
+    tiles[op.total] = tiles.get(op.total, np.zeros((rows, 1))) * correction + tiles[op.out].sum(-1, keepdims=True)
+    tiles[op.maximum] = new
+    for name in op.rescale:
+        if name in tiles:
+            tiles[name] = tiles[name] * correction
+
+
+def _normalize(op: Normalize, work: _Work, memory: _Memory) -> None:
+    tiles = work.tiles
+    rows = work.rows.stop - work.rows.start
+    total = tiles.get(op.total, np.zeros((rows, 1)))
+    o = tiles.get(op.o, np.zeros((rows, memory.semantics.head_v)))
+    live = total > 0
+    tiles[op.o] = np.where(live, o / np.where(live, total, 1.0), 0.0)
+    with np.errstate(divide="ignore"):
+        scaled = memory.semantics.softmax_scale * tiles.get(op.maximum, np.full((rows, 1), -np.inf))
+        tiles[op.lse] = np.where(live, scaled + np.log(total), -np.inf)
+
+
+def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
+    if x not in work.tiles:
+        return
+    semantics, call = memory.semantics, memory.call
+    if operand == "q":
+        steps, origin, rows = semantics.q_rotations, call.q_origin, work.rows
+    else:
+        steps, origin, rows = semantics.k_rotations, call.k_origin, work.keys
+    tile = work.tiles[x][None, None]
+    work.tiles[x] = rotate(tile, steps, origin + rows.start, transpose=True)[0, 0]
+
+
+def _store(op: Store, work: _Work, memory: _Memory) -> None:
+    head, rows = _section(op.target, work)
+    target = memory.tensors[op.target][work.b, head, rows]
+    tile = work.tiles.get(op.x)
+    if tile is None:  # nothing was accumulated: the work item had no tile
+        tile = np.zeros(target.shape)
+    tile = tile[: target.shape[0]]
+    target[...] = target + tile if op.add else tile
