@@ -9,3 +9,25 @@
 """
 
 __version__ = "0.1.0"
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from afc.api import check_file, compile_file, load
+    from afc.errors import AfcError, SourceError, ToolchainError, UsageError
+
+__all__ = ["AfcError", "SourceError", "ToolchainError", "UsageError", "__version__", "check_file", "compile_file", "load"]
+
+_HOME = {
+    "load": "afc.api", "compile_file": "afc.api", "check_file": "afc.api",
+    "AfcError": "afc.errors", "SourceError": "afc.errors", "ToolchainError": "afc.errors", "UsageError": "afc.errors",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported at first use: a built module imports `afc.runtime` alone, and quickly."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'afc' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

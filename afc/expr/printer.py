@@ -74,7 +74,8 @@ class Cpp:
     """Prints C++ for one context: the compute type and what is known of the integers.
 
     `real`: "Real" or "double"; `suffix`: of float literals ("f" where Real is float for certain, else a cast);
-    `names`: C++ spelling of variables; `ranges`: bounds of integer variables; `tensors`: captured tensor -> slot.
+    `names`: C++ spelling of variables; `ranges`: bounds of integer variables; `tensors`: captured tensor -> slot;
+    `native64`: every integer variable is 64-bit already.
     """
 
     real: str = "Real"
@@ -82,6 +83,7 @@ class Cpp:
     names: Mapping[str, str] = field(default_factory=dict)
     ranges: Mapping[str, Interval] = field(default_factory=dict)
     tensors: Mapping[str, int] = field(default_factory=dict)
+    native64: bool = False
 
     def literal(self, value: float | int | bool) -> str:
         """A literal: shortest decimal that reads back to the same float64, marked with the compute type."""
@@ -120,7 +122,7 @@ class Cpp:
         row = OPERATORS[expr.name]
         if expr.name == "to_float":
             return f"{self.real}({self.text(expr.args[0])})", 100
-        wide = expr.type is Type.INT and not interval(expr, self.ranges).within(*INT32)
+        wide = expr.type is Type.INT and not self.native64 and not interval(expr, self.ranges).within(*INT32)
         infix = row.precedence < 100
         parts = {}
         for position, (slot, argument) in enumerate(zip("abc", expr.args, strict=False)):

@@ -7,7 +7,22 @@
 from __future__ import annotations
 
 from afc.expr.evaluate import evaluate
-from afc.expr.nodes import Const, Expr, Formula, Op, Type, const, drop_unused_lets, map_formula, rewrite, substitute
+from afc.expr.exact import exact
+from afc.expr.nodes import (
+    Const,
+    Expr,
+    Formula,
+    Let,
+    Op,
+    Type,
+    Var,
+    const,
+    drop_unused_lets,
+    map_formula,
+    rewrite,
+    substitute,
+    walk,
+)
 from afc.expr.operators import mul, neg, sub
 
 
@@ -35,6 +50,29 @@ def simplify_results(formula: Formula) -> Formula:
     return map_formula(formula, simplify)
 
 
+COSTLY = frozenset({"exp", "log", "tanh", "sigmoid", "sin", "cos", "pow", "sqrt", "rsqrt"})
+
+
+def share_calls(formula: Formula) -> Formula:
+    """Name function values that occur more than once, so that each is computed (and read) once."""
+    lets, results = list(formula.lets), formula.results
+    count = 0
+    while True:
+        uses: dict[Expr, int] = {}
+        for expr in (e for r in results for e in walk(r)):
+            uses[expr] = uses.get(expr, 0) + 1
+        repeated = [e for e, n in uses.items() if n > 1 and isinstance(e, Op) and e.name in COSTLY]
+        if not repeated:
+            return Formula(results, tuple(lets))
+        chosen = min(repeated, key=lambda e: sum(1 for _ in walk(e)))
+        assert isinstance(chosen, Op)
+        count += 1
+        name = f"{chosen.name}_value" if count == 1 else f"{chosen.name}_value_{count}"
+        lets.append(Let(name, chosen))
+        value = Var(name, chosen.type)
+        results = tuple(rewrite(r, lambda e, c=chosen, v=value: v if e == c else e) for r in results)  # type: ignore[misc]
+
+
 def _is(expr: Expr, value: float) -> bool:
     return isinstance(expr, Const) and expr.type is not Type.BOOL and expr.value == value
 
@@ -49,7 +87,7 @@ def _fold(expr: Expr) -> Expr:
     if not isinstance(expr, Op):
         return expr
     if all(isinstance(a, Const) for a in expr.args):
-        return _python(evaluate(expr, {}), expr.type)
+        return _python(exact(expr) if expr.type is Type.FLOAT else evaluate(expr, {}), expr.type)
     return _neutral(expr)
 
 
@@ -78,7 +116,7 @@ def _neutral(expr: Op) -> Expr:
         case "mul" if isinstance(b, Const):
             return _fold(mul(b, a))  # constants to the left
         case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "mul" and isinstance(b.args[0], Const):
-            return _fold(mul(_python(evaluate(mul(a, b.args[0]), {}), expr.type), b.args[1]))
+            return _fold(mul(_fold(mul(a, b.args[0])), b.args[1]))
         case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "neg":
             return _fold(mul(_python(-a.value, expr.type), b.args[0]))
         case "div" if isinstance(b, Const) and b.value != 0 and expr.type is Type.FLOAT:

@@ -50,9 +50,7 @@ def check_text(text: str, path: str = "<text>", root: Path | None = None) -> Che
     runner = ExampleRunner(blocks)
     outcomes = tuple(runner.run(e) for e in file.examples) if not report.errors else ()
     if report.errors:
-        error = SourceError(report.found)
-        error.texts = library.texts  # type: ignore[attr-defined]
-        raise error
+        raise SourceError(report.found, texts=library.texts)
     return Checked(path, text, tuple(p for p in programs if p is not None), outcomes, tuple(report.found), library.texts)
 
 

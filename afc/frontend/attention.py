@@ -175,6 +175,9 @@ class AttentionChecker:
             self.unsupported(value)
             return
         if len(targets) != 1 or not targets[0].whole:
+            if isinstance(value, ast.Call) and self.kind(value.function) is None and value.function != "dot":
+                self.unknown_block(value)
+                return
             self.report.error("E0135", "only a row block (a rotation) gives several values or a slice", assignment.span)
             return
         target = targets[0]
@@ -219,6 +222,10 @@ class AttentionChecker:
     def kind(self, function: str) -> str | None:
         declaration = self.blocks.declarations.get(function)
         return declaration.kind if declaration else None
+
+    def unknown_block(self, node: ast.Call) -> None:
+        blocks = [n for n, d in self.blocks.declarations.items() if d.kind != "attention"]
+        self.report.error("E0105", f"unknown block `{node.function}`", node.span, hint=did_you_mean(node.function, [*blocks, "dot"]))
 
     def unsupported(self, node: ast.Call) -> None:
         kind = self.kind(node.function)
@@ -328,8 +335,7 @@ class AttentionChecker:
             return self.dot(node, values, names)
         declaration = self.blocks.declarations.get(node.function)
         if declaration is None:
-            blocks = [n for n, d in self.blocks.declarations.items() if d.kind != "attention"]
-            self.report.error("E0105", f"unknown block `{node.function}`", node.span, hint=did_you_mean(node.function, [*blocks, "dot"]))
+            self.unknown_block(node)
             return None
         if declaration.kind in UNSUPPORTED_SLOTS:
             self.unsupported(node)

@@ -17,6 +17,7 @@ from afc.ir.program import Rotation, Step
 
 Kind = Literal["table", "rotate", "forward", "preprocess", "backward", "postprocess", "combine", "plan"]
 Axis = Literal["queries", "keys"]
+Pass = Literal["forward", "backward"]
 Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
 
 
@@ -227,7 +228,7 @@ class Buffer:
     name: str
     dtype: str
     count: Expr
-    passes: tuple[Literal["forward", "backward"], ...]
+    passes: tuple[Pass, ...]
     zeroed: bool = False
     alignment: int = 256
 
@@ -251,6 +252,12 @@ class LaunchPlan:
     backward: tuple[Launch, ...]
     buffers: tuple[Buffer, ...]
     saved: tuple[Operand, ...] = ("q", "k", "v", "o", "lse")
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether no kernel adds results of several work items in memory."""
+        ops = [op for x in self.launches for op in (*x.kernel.prologue, *x.kernel.body, *x.kernel.epilogue)]
+        return not any(isinstance(op, Store) and op.add for op in ops)
 
     @property
     def launches(self) -> tuple[Launch, ...]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from afc.errors import SourceError
 from afc.expr.differentiate import NotDifferentiable, gradient
-from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, formula_variables, map_formula, substitute
+from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, map_formula, substitute
 from afc.expr.operators import mul
-from afc.expr.simplify import simplify, simplify_formula
+from afc.expr.simplify import share_calls, simplify, simplify_formula
 from afc.ir.program import Program, ScoreGradient, Step
 
 S = Var("s", Type.FLOAT)
@@ -60,7 +60,7 @@ def differentiate(program: Program) -> Program:
             raise SourceError.of("E0303", f"`{step.block}` has no derivative through `{missing.operator}`", step.span) from None
         number, rest = _constant_factor(derivative.result)
         constant *= number
-        steps.append(None if rest == const(1.0) else simplify_formula(Formula((rest,), derivative.lets)))
+        steps.append(None if rest == const(1.0) else share_calls(simplify_formula(Formula((rest,), derivative.lets))))
     return replace(program, score_gradient=ScoreGradient(tuple(steps), constant))
 
 
@@ -87,7 +87,3 @@ def _constant_factor(expr: Expr) -> tuple[float, Expr]:
         case _:
             return 1.0, expr
 
-
-def score_variables(program: Program) -> frozenset[str]:
-    """Names that the score steps read, `s` excluded."""
-    return frozenset().union(*(formula_variables(s.formula) for s in program.scores)) - {"s"} if program.scores else frozenset()

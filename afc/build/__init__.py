@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From texts to an importable module: compile, check, link, write.
+
+    toolchain   finding g++ and nvcc, their versions
+    sources     what of a text reaches the machine code
+    cache       entries on disk, made once, verified when read
+    compile     texts to objects and cubins; the gate on ptxas' report
+    artifact    linking one shared object with its Python part
+
+The whole in one call is `build_module`; `cached_module` does the same into the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from afc.build.artifact import (
+    LINK_FLAGS,
+    Image,
+    ModuleContent,
+    ModuleEntry,
+    check_destination,
+    host_units,
+    link_module,
+    stub_text,
+    write_module,
+)
+from afc.build.cache import Cache, cache_key
+from afc.build.compile import (
+    CppUnit,
+    CubinResult,
+    CudaUnit,
+    FunctionUsage,
+    ObjectResult,
+    abi_version,
+    check_ptxas,
+    compile_cpp,
+    compile_cubin,
+    compile_units,
+    ptxas_faults,
+    unit_key,
+)
+from afc.build.toolchain import Arch, Nvcc, Tool, Toolchain, find_cxx, find_nvcc
+
+__all__ = [
+    "Arch",
+    "BuildReport",
+    "Cache",
+    "CppUnit",
+    "CubinResult",
+    "CudaUnit",
+    "FunctionUsage",
+    "Image",
+    "ModuleContent",
+    "ModuleEntry",
+    "ModuleSpec",
+    "Nvcc",
+    "ObjectResult",
+    "Tool",
+    "Toolchain",
+    "build_module",
+    "cached_module",
+    "check_ptxas",
+    "compile_cpp",
+    "compile_cubin",
+    "compile_units",
+    "find_cxx",
+    "find_nvcc",
+    "link_module",
+    "ptxas_faults",
+]
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """The sources of a module.
+
+    `cpp` are the texts of the CPU target and of launch code; `cuda` maps the C symbol of an image table
+    (declared by the launch code as `extern "C" const afc_gpu_images <symbol>;`) to the units in it, one per
+    architecture. `metadata` and the entries' descriptions are JSON.
+    """
+
+    entries: tuple[ModuleEntry, ...]
+    metadata: str
+    cpp: tuple[CppUnit, ...] = ()
+    cuda: Mapping[str, tuple[CudaUnit, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build made: the file, the cubins with ptxas' report, and how many units came from the cache."""
+
+    path: Path
+    cubins: tuple[CubinResult, ...]
+    units: int
+    hits: int
+
+
+def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
+    """CUDA units by image table, the module's C++ units, then the host sources."""
+    cuda = [unit for group in spec.cuda.values() for unit in group]
+    return [*cuda, *spec.cpp, *host_units(python=python, gpu=bool(cuda))]
+
+
+def _compile_all(
+    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, jobs: int | None, python: bool
+) -> tuple[list[CubinResult], list[ObjectResult]]:
+    """Results of the module's units. Host sources are compiled beside them; the link finds them cached."""
+    units = _all_units(spec, python)
+    results = compile_units(units, toolchain, cache, jobs=jobs)
+    cubins = [result for result in results if isinstance(result, CubinResult)]
+    objects = [result for result in results if isinstance(result, ObjectResult)]
+    return cubins, objects[: len(spec.cpp)]
+
+
+def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:
+    remaining = iter(cubins)
+    images = {symbol: tuple(Image.of(next(remaining)) for _ in group) for symbol, group in spec.cuda.items()}
+    return ModuleContent(spec.entries, spec.metadata, tuple(item.data for item in objects), images)
+
+
+def build_module(
+    spec: ModuleSpec,
+    destination: Path,
+    toolchain: Toolchain,
+    cache: Cache,
+    *,
+    gate: bool = True,
+    jobs: int | None = None,
+    python: bool = True,
+) -> BuildReport:
+    """Builds `destination` (a name like kernel.so, which is then its module name) from sources.
+
+    `gate` refuses kernels that spill, have a stack frame or serialise wgmma; `jobs` bounds compilers at once;
+    python=False leaves the Python part out. Raises UsageError for a bad destination, before anything is
+    compiled, and ToolchainError; nothing half-written is left.
+    """
+    stem = check_destination(destination)
+    cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
+    if gate:
+        check_ptxas(*cubins)
+    content = _content(spec, cubins, objects)
+    write_module(link_module(stem, content, toolchain, cache, python=python), destination)
+    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
+    return BuildReport(destination, tuple(cubins), len(cubins) + len(objects), hits)
+
+
+def _module_key(stem: str, spec: ModuleSpec, toolchain: Toolchain, gate: bool) -> str:
+    """Key of a whole module: its units, its host sources, its table."""
+    groups = ",".join(f"{symbol}:{len(group)}" for symbol, group in spec.cuda.items())
+    table = stub_text(stem, ModuleContent(spec.entries, spec.metadata))
+    salt = "\n".join([groups, *(unit_key(unit, toolchain) for unit in _all_units(spec, python=True)), table])
+    flags = [*LINK_FLAGS, f"gate={gate}"]
+    return cache_key([], flags=flags, compiler="", arch="", abi_version=abi_version(), salt=salt)
+
+
+def cached_module(
+    stem: str,
+    spec: ModuleSpec,
+    toolchain: Toolchain,
+    cache: Cache,
+    *,
+    gate: bool = True,
+    jobs: int | None = None,
+) -> Path:
+    """Path of the module `stem` in the cache, built if it is not there. Raises ToolchainError."""
+
+    def build(folder: Path) -> None:
+        build_module(spec, folder / f"{stem}.so", toolchain, cache, gate=gate, jobs=jobs)
+
+    entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
+    return entry.path(f"{stem}.so")

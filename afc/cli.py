@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `afc compile | check | doctor | cache`.
+
+Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a fault of afc.
+Nothing here imports torch; subcommands import what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from afc import __version__
+from afc.errors import AfcError, Diagnostic, SourceError, UsageError, render
+from afc.errors import to_json as diagnostic_json
+
+STAGES = ("program", "plan", "tiled", "cpp", "cu", "launch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse prints usage and exits with 2
+        return int(stop.code or 0)
+    try:
+        return int(args.run(args))
+    except AfcError as error:
+        _report(error, args)
+        return error.exit_code
+    except BrokenPipeError:
+        return 0
+    except Exception:
+        traceback.print_exc()
+        print(f"error[E0900]: internal error of afc {__version__}; please report it with the text above", file=sys.stderr)
+        return 70
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="afc", description="A compiler for attention.")
+    parser.add_argument("--version", action="version", version=f"afc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    compile_ = commands.add_parser("compile", help="compile a .attn file to an importable module")
+    compile_.add_argument("file")
+    compile_.add_argument("-o", "--output", help="the module to write, such as kernel.so")
+    compile_.add_argument("--emit", choices=STAGES, help="print a stage instead of building")
+    _build_options(compile_)
+    compile_.add_argument("--no-gate", action="store_true", help="accept GPU kernels that spill registers")
+    compile_.add_argument("-j", "--jobs", type=int, help="compilers at once")
+    compile_.add_argument("-v", "--verbose", action="store_true", help="say what was built")
+    compile_.add_argument("--json", action="store_true", help="errors as JSON on stdout")
+    compile_.set_defaults(run=_compile)
+
+    check = commands.add_parser("check", help="check files and run their examples")
+    check.add_argument("files", nargs="+")
+    check.add_argument("--json", action="store_true", help="findings as JSON on stdout")
+    check.set_defaults(run=_check)
+
+    doctor = commands.add_parser("doctor", help="say which compilers were found, and where")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
+
+    cache = commands.add_parser("cache", help="the cache of compiled modules")
+    cache.add_argument("action", choices=("dir", "ls", "clean"))
+    cache.set_defaults(run=_cache)
+    return parser
+
+
+def _build_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where nvcc is found)")
+    parser.add_argument("--arch", help="GPU architectures, such as sm_80,sm_90 (default: sm_80,sm_90,sm_120)")
+    parser.add_argument("--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)")
+    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE",
+                        help="head size (D=64,128, or Dqk=192 with Dv=128), or a run-time parameter to fix (w=1024)")
+    parser.add_argument("--no-backward", action="store_true", help="leave the backward pass out")
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from afc import options as opt
+
+    heads: dict[str, tuple[int, ...]] = {}
+    constants: dict[str, opt.Constant] = {}
+    for item in args.defines:
+        name, equals, value = item.partition("=")
+        if not equals or not name or not value:
+            raise UsageError.of("E0617", f"-D {item}: expected NAME=VALUE")
+        if name in ("D", "Dqk", "Dv"):
+            heads[name] = _integers(name, value)
+        else:
+            constants[name] = opt.parse_constant(value)
+    return opt.Options(
+        opt.backend_names(args.backend.split(",")) if args.backend else _default_backends(args),
+        opt.head_pairs(heads),
+        tuple(opt.dtype_name(d) for d in args.dtype.split(",")) if args.dtype else (),
+        _archs(args.arch) if args.arch else opt.DEFAULT_ARCHS,
+        tuple(sorted(constants.items())), not args.no_backward)  # fmt: skip
+
+
+def _integers(name: str, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise UsageError.of("E0617", f"-D {name}={value}: expected ints") from None
+
+
+def _archs(text: str) -> tuple[str, ...]:
+    from afc.build import Arch
+
+    for part in text.split(","):
+        try:
+            arch = Arch.parse(part)
+        except ValueError as error:
+            raise UsageError.of("E0618", f"--arch {part}: {error}", hint="for example sm_90, or compute_86:sm_90") from None
+        if arch.virtual_capability < 80:
+            raise UsageError.of("E0618", f"--arch {part}: the GPU kernels need compute capability 8.0 or later")
+    return tuple(text.split(","))
+
+
+def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
+    """The CPU, and CUDA where its compiler is found."""
+    if args.emit:
+        return ("cpu",)
+    from afc.build import find_nvcc
+    from afc.errors import ToolchainError
+
+    try:
+        find_nvcc()
+    except ToolchainError:
+        return ("cpu",)
+    return ("cpu", "cuda")
+
+
+def _compile(args: argparse.Namespace) -> int:
+    from afc import api
+
+    options = _options(args)
+    if args.emit:
+        print(api.emit(args.file, args.emit, options), end="")
+        return 0
+    if not args.output:
+        raise UsageError.of("E0619", "where should the module go?", hint="-o kernel.so, or --emit to print a stage")
+    for note in api.check_file(args.file).notes:
+        print(render(note), file=sys.stderr)
+    report = api.compile_file(args.file, args.output, options, gate=not args.no_gate, jobs=args.jobs)
+    if args.verbose:
+        print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
+        for cubin in report.cubins:
+            for kernel in cubin.kernels:
+                print(f"  {kernel.name} {cubin.arch}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled", file=sys.stderr)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from afc.frontend import check_file
+
+    findings: list[Diagnostic] = []
+    examples = 0
+    code = 0
+    for path in args.files:
+        try:
+            checked = check_file(path)
+        except SourceError as error:
+            code = max(code, error.exit_code)
+            findings += error.diagnostics
+            if not args.json:
+                _report(error, args)
+            continue
+        findings += checked.notes
+        examples += len(checked.outcomes)
+        if not args.json:
+            for note in checked.notes:
+                print(render(note), file=sys.stderr)
+            names = ", ".join(p.name for p in checked.programs) or "no attention"
+            print(f"{path}: {names}; {len(checked.outcomes)} example(s) hold")
+    if args.json:
+        print(json.dumps({"schema": 1, "exit_code": code, "examples": examples, "diagnostics": [diagnostic_json(d) for d in findings]}))
+    return code
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from afc.build import Cache, find_cxx, find_nvcc
+    from afc.errors import ToolchainError
+
+    found: dict[str, Any] = {"afc": __version__, "python": sys.version.split()[0]}
+    for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
+        try:
+            found[name] = str(find())
+        except ToolchainError as error:
+            found[name] = None
+            found[f"{name} searched"] = list(error.searched)
+    found["cache"] = str(Cache().root)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for key, value in found.items():
+            print(f"{key:14} {value if value is not None else 'not found'}")
+    return 0 if found["g++"] else 3
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from afc.build import Cache
+
+    cache = Cache()
+    if args.action == "dir":
+        print(cache.root)
+    elif args.action == "ls":
+        for entry in cache.entries():
+            print(entry)
+    else:
+        print(f"removed {cache.clean()} entries")
+    return 0
+
+
+def _report(error: AfcError, args: argparse.Namespace) -> None:
+    if getattr(args, "json", False):
+        print(json.dumps(error.to_json()))
+        return
+    texts = dict(getattr(error, "texts", {}))
+    for diagnostic in error.diagnostics:
+        name = diagnostic.span.file if diagnostic.span else None
+        if name is not None and name not in texts and Path(name).is_file():
+            texts[name] = Path(name).read_text(encoding="utf-8", errors="replace")
+        print(render(diagnostic, texts.get(name) if name else None), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readable, stable text of Program and LaunchPlan: for people, for `--emit`, and for golden files."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from afc.expr.nodes import Formula
+from afc.expr.printer import attn, number
+from afc.ir.masks import MaskPlan
+from afc.ir.program import Program, Rotation, Step, TensorParam
+from afc.ir.tiled import Buffer, Launch, LaunchPlan, TileOp
+
+
+def print_program(program: Program) -> str:
+    """A Program, one line per fact."""
+    lines = [f"program {program.name}  [{program.source}:{program.span.line}]"]
+    lines += [f"  constant {name} = {number(value)}" for name, value in program.constants]
+    for param in program.params:
+        if isinstance(param, TensorParam):
+            extents = ", ".join(("1|" if e.broadcast else "") + attn(e.size) for e in param.shape)
+            lines.append(f"  tensor {param.name}[{extents}]: {param.type.value}{' grad' if param.grad else ''}")
+        else:
+            default = "" if param.default is None else f" = {number(param.default.value)}"
+            lines.append(f"  scalar {param.name}: {param.type.value}{' > 0' if param.positive else ''}{default}")
+    for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
+        for step in steps:
+            lines += _rotation(operand, step)
+    for step in program.scores:
+        lines += _step("score", step)
+    for step in program.masks:
+        lines += _step("mask", step)
+    normalizer = program.normalizer
+    lines.append(f"  normalizer {normalizer.call}: factor {normalizer.factor!r}")
+    gradient = program.score_gradient
+    if gradient is not None:
+        lines.append(f"  score gradient: constant {gradient.constant!r}")
+        lines += [line for f in gradient.steps for line in (_formula(f, 4) if f is not None else ["    1"])]
+    return "\n".join(lines) + "\n"
+
+
+def _step(kind: str, step: Step) -> list[str]:
+    return [f"  {kind} {step.call}", *_formula(step.formula, 4)]
+
+
+def _rotation(operand: str, step: Rotation) -> list[str]:
+    lines = [f"  rotate {operand}[{attn(step.first)} + {attn(step.width)}] {step.call} over {step.pairing}"]
+    return lines + _formula(step.matrix if step.matrix is not None else step.formula, 4)
+
+
+def _formula(formula: Formula, indent: int) -> list[str]:
+    space = " " * indent
+    lets = [f"{space}{let.name} = {attn(let.value)}" for let in formula.lets]
+    return [*lets, f"{space}{', '.join(attn(r) for r in formula.results)}"]
+
+
+def print_plan(plan: LaunchPlan, stage: str = "plan") -> str:
+    """A LaunchPlan: kernels, buffers, mask; with stage `tiled` also the tile operations of every kernel."""
+    s = plan.semantics
+    lines = [f"plan {plan.name}: target {plan.target}, storage {s.storage}, compute {s.compute}, Dqk {s.head_qk}, Dv {s.head_v}"]
+    lines.append(f"  softmax scale {s.softmax_scale!r}, gradient scale {s.gradient_scale!r}, scores {'finite' if s.scores_finite else 'may be infinite'}")
+    lines += _mask(s.mask)
+    lines += [_buffer(b) for b in plan.buffers]
+    for name, launches in (("forward", plan.forward), ("backward", plan.backward)):
+        lines.append(f"  {name}:")
+        for launch in launches:
+            lines += _launch(launch, stage == "tiled")
+    lines.append(f"  saved: {', '.join(plan.saved)}; {'deterministic' if plan.deterministic else 'dQ is added in no fixed order'}")
+    return "\n".join(lines) + "\n"
+
+
+def _mask(plan: MaskPlan) -> list[str]:
+    if plan.predicate is None:
+        return ["  mask: none"]
+    lines = [f"  mask: {attn(plan.predicate)}"]
+    for bound in plan.bounds:
+        slope = {0: "", 1: "i + ", -1: "-i + "}[bound.slope]
+        lines.append(f"    j {'<=' if bound.side == 'upper' else '>='} {slope}{attn(bound.offset)}")
+    if plan.residual:
+        lines.append("    the rest is decided element by element")
+    return lines
+
+
+def _buffer(buffer: Buffer) -> str:
+    zeroed = ", zeroed" if buffer.zeroed else ""
+    return f"  buffer {buffer.name}: {buffer.dtype}[{attn(buffer.count)}] ({', '.join(buffer.passes)}{zeroed})"
+
+
+def _launch(launch: Launch, with_ops: bool) -> list[str]:
+    kernel = launch.kernel
+    walk = "" if kernel.walk is None else f", walks {kernel.walk.axis}{' of each head of the group' if kernel.walk.over_group else ''}"
+    after = f" after {', '.join(launch.after)}" if launch.after else ""
+    lines = [f"    {kernel.name}: {kernel.kind}, tiles of {kernel.tile.queries} queries x {kernel.tile.keys} keys, "
+             f"one work item per tile of {kernel.stationary}, {kernel.order}{walk}{after}"]
+    if with_ops:
+        for title, ops in (("prologue", kernel.prologue), ("body", kernel.body), ("epilogue", kernel.epilogue)):
+            lines += [f"      {title}: {_op(op)}" for op in ops]
+    return lines
+
+
+def _op(op: TileOp) -> str:
+    parts = [f"{f.name}={_value(getattr(op, f.name))}" for f in fields(op) if getattr(op, f.name) != f.default]
+    return f"{type(op).__name__}({', '.join(parts)})"
+
+
+def _value(value: Any) -> str:
+    return "(" + ", ".join(map(str, value)) + ")" if isinstance(value, tuple) else str(value)

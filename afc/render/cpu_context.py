@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CPU templates see: pure data, decided before rendering.
+
+`templates/cpu/module.cpp.j2` is rendered with `CpuContext` as the variable `unit`, under `StrictUndefined`,
+`trim_blocks` and `lstrip_blocks`. The text is one C++17 unit for one (attention, Dqk, Dv, dtype). It includes
+`abi/...`, `host/...` and `cpu/...` relative to the folder `runtime`, and defines, with C linkage and hidden visibility:
+
+    int64_t <name>_workspace(const afc_args *args, int backward);  // bytes; depends on args->threads
+    int <name>_forward(const afc_args *args);
+    int <name>_backward(const afc_args *args);                     // only with `backward`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CpuRotation:
+    """One rotation of a row: `pairs` pairs of columns, from column `first` on.
+
+    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>(position, pair, Real *c)`, which fills
+    `coefficients` values. `half` pairs column first + c with first + pairs + c, `adjacent` first + 2c with first + 2c + 1.
+    `a00, a01, a10, a11` are the entries of the 2x2 matrix as C expressions in c[...], such as "c[0]" and "-c[1]".
+    `table_offset` is the first column of this rotation in the operand's coefficient table (the sum of
+    `coefficients * pairs` over the rotations before it). `call` is the source text, for a comment.
+    """
+
+    index: int
+    first: int
+    pairs: int
+    pairing: Literal["half", "adjacent"]
+    coefficients: int
+    a00: str
+    a01: str
+    a10: str
+    a11: str
+    table_offset: int
+    call: str
+
+
+@dataclass(frozen=True)
+class CpuRotated:
+    """A rotated operand: `name` is "q" or "k"; its rotations in the order in which they act, at least one.
+
+    `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
+    `table_width` is the sum of `coefficients * pairs`. The buffers `<name>_rotated` and `<name>_table` must exist.
+    """
+
+    name: Literal["q", "k"]
+    heads: str
+    rows: str
+    origin: str
+    rotations: tuple[CpuRotation, ...]
+    table_width: int
+
+
+@dataclass(frozen=True)
+class CpuBuffer:
+    """A part of the workspace: `count` values of C++ type `c_type`.
+
+    `count` is an int64_t expression in `args` and the constants of the unit. The templates use these names:
+
+    | name                   | type    | count                              |
+    |------------------------|---------|------------------------------------|
+    | q_rotated, k_rotated   | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N) |
+    | q_table, k_table       | Real    | args.M * Q_TABLE_WIDTH               (k: N, K_TABLE_WIDTH) |
+    | delta (backward only)  | Real    | args.B * args.Hq * args.M          |
+
+    Per-thread scratch is placed behind them by the template.
+    """
+
+    name: str
+    c_type: Literal["Element", "Real"]
+    count: str
+    backward_only: bool
+
+
+@dataclass(frozen=True)
+class CpuContext:
+    """One unit.
+
+    Text:
+      name        prefix of the entry functions, a C identifier
+      provenance  lines of the header comment, without "// "
+      blocks      generated functions, C++ text (struct Item, load_item, score, keep, runs, coefficients)
+    Types:
+      element     storage type: "double", "float", "afc::bfloat16" or "afc::float16"
+      real        compute type, also of LSE and its gradient in memory: "double" for double, else "float"
+    Sizes:
+      head_qk, head_v               width of a q or k row, of a v or o row; at least 1
+      query_tile, key_tile          forward and dQ: queries in vector lanes, keys streamed
+      stream_query_tile, lane_key_tile  dK and dV: queries streamed, keys in vector lanes
+      A lane tile is a multiple of 96 / sizeof(real) (24 float, 12 double; twice that for AVX-512), a streamed tile of 4.
+    Numbers, as C++ literals of type Real:
+      scale_log2, softmax_scale (positive), gradient_scale
+    Features:
+      has_score, has_score_gradient, has_mask   which of score, score_gradient, keep exist in `blocks`
+      rotated     rotated operands, q before k; may be empty
+      buffers     parts of the workspace
+      captured    number of captured tensors
+      backward    whether the unit has a backward
+    """
+
+    name: str
+    provenance: tuple[str, ...]
+    blocks: str
+    element: Literal["double", "float", "afc::bfloat16", "afc::float16"]
+    real: Literal["double", "float"]
+    head_qk: int
+    head_v: int
+    query_tile: int
+    key_tile: int
+    stream_query_tile: int
+    lane_key_tile: int
+    scale_log2: str
+    softmax_scale: str
+    gradient_scale: str
+    has_score: bool
+    has_score_gradient: bool
+    has_mask: bool
+    rotated: tuple[CpuRotated, ...]
+    buffers: tuple[CpuBuffer, ...]
+    captured: int
+    backward: bool

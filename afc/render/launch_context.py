@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Jinja context of `templates/host/launch.cpp.j2`: a LaunchPlan as host code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel of the images: name of its constant in the host code, C symbol, dynamic shared memory, threads."""
+
+    constant: str
+    symbol: str
+    shared_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class LaunchRow:
+    """One launch: the kernel's constant and the grid, as C++ expressions in `args`."""
+
+    constant: str
+    x: str
+    y: str
+
+
+@dataclass(frozen=True)
+class BufferRow:
+    """A part of the workspace: index in `args.buffer`, when it is needed, bytes of a value, count of values."""
+
+    index: int
+    name: str
+    needed: str
+    bytes: int
+    count: str
+
+
+@dataclass(frozen=True)
+class ScalarCheck:
+    """A condition on a run-time scalar that must hold."""
+
+    name: str
+    condition: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """An entry function and its launches."""
+
+    name: str
+    launches: tuple[LaunchRow, ...]
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """A whole unit of host code."""
+
+    provenance: tuple[str, ...]
+    symbol: str
+    head_qk: int
+    head_v: int
+    captured: int
+    backward: bool
+    kernels: tuple[KernelRow, ...]
+    buffers: tuple[BufferRow, ...]
+    scalar_checks: tuple[ScalarCheck, ...]
+    passes: tuple[PassRow, ...]

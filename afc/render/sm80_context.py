@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Jinja contexts of `templates/sm80`, one frozen dataclass per template: what a template prints, already decided.
+
+Lengths are in elements unless a name ends in `_bytes`. `softmax_scale`, `scale_log2` and `gradient_scale` are C
+literals of type float. Buffers are indices into `afc_args.buffer`; their sizes (B, Hq, Hk, M, N as in `afc_args`):
+
+====================  ============================================================================================
+coefficient table     float32 `[rows][table_stride]`, rows = M for q and N for k, `pairs * coefficients` used per row
+rotated q, k          storage type, contiguous `[B, Hq, M, d_qk]` and `[B, Hk, N, d_qk]`
+row terms             float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta
+dQ sum                float32 `B * Hq * ceil(M / 16) * 16 * d_qk`, order of accumulator fragments
+====================  ============================================================================================
+
+Every buffer must be 16-byte aligned. A kernel template prints into a translation unit that begins with the prelude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RotationContext:
+    """One rotation of q or k: its columns, its matrix, its table.
+
+    `last` is the last rotated column. `table_stride` and `table_offset` are floats and, if `coefficients` is 2, even.
+    `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the rotated columns
+    are multiples of 8 and, for half-split pairs, `pairs` is a multiple of `16 * column_warps` (of 8 for one warp).
+    """
+
+    struct: str  # name of the emitted type, such as QRotation0
+    function: str  # such as rotate_q_coefficients_0
+    first: int
+    last: int
+    pairs: int
+    adjacent: bool
+    coefficients: int
+    a00: str  # C expressions in c[...]
+    a01: str
+    a10: str
+    a11: str
+    table_buffer: int
+    table_stride: int
+    table_offset: int
+    in_registers: bool
+
+
+@dataclass(frozen=True)
+class PreludeContext:
+    """`prelude.cu.j2`: includes, storage type, the author's functions and the rotations, for all kernels of a unit."""
+
+    element: str  # Bf16 or F16
+    blocks: str  # Item, load_item, score, score_gradient, keep, key_run, query_run, rotate_*_coefficients_*
+    rotations: tuple[RotationContext, ...]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """`forward.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`; no launch if that is 0.
+
+    `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v). `tile_m` is a multiple
+    of `16 * warps`, `tile_n` of 16.
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    tile_m: int
+    tile_n: int
+    warps: int
+    min_blocks: int
+    q_in_registers: bool
+    section: int  # heads that share the L2 cache
+    descending: bool  # last query tiles first: they are the longest under a causal mask
+    shared_bytes: int
+    softmax_scale: str
+    scale_log2: str
+    has_score: bool
+    has_mask: bool
+    scores_finite: bool
+    q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
+    k_buffer: int | None  # rotated keys, or None: args.k
+
+
+@dataclass(frozen=True)
+class RotateOperand:
+    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns."""
+
+    tensor: str  # q or k
+    rows: str  # M or N
+    heads: str  # Hq or Hk
+    columns: int  # d_qk
+    rotations: tuple[RotationContext, ...]
+    write_table: bool
+    rows_buffer: int | None  # where rotated rows go, or None: the table only
+    copied_columns: tuple[tuple[int, int], ...]  # (first, count) of the column ranges that no rotation touches
+
+
+@dataclass(frozen=True)
+class RotateContext:
+    """`rotate.cu.j2`. Grid: x = the sum over operands of `ceil(rows / tile_rows)`, y = shares of the (batch, head)s.
+
+    y between 1 and the largest B * heads of an operand whose rows are written (1 if there is none); about 4 to 8
+    (batch, head)s to a share keep the cost of the coefficients small. No shared memory.
+    """
+
+    name: str
+    threads: int
+    tile_rows: int
+    operands: tuple[RotateOperand, ...]  # one or two
+
+
+@dataclass(frozen=True)
+class PreprocessContext:
+    """`preprocess.cu.j2`. Grid: `ceil(M / tile_rows) * Hq * B` in x; threads: `8 * tile_rows`; no shared memory.
+
+    Reads o, lse, dlse (data may be null: zero) and d_o with any strides, also of its columns. `tile_rows`: 16 or 32.
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    tile_rows: int
+    terms_buffer: int
+    dq_buffer: int
+
+
+@dataclass(frozen=True)
+class BackwardContext:
+    """`backward.cu.j2`. Grid: `ceil(N / tile_n) * Hk * B` in x; threads: `32 * key_warps * query_warps * column_warps`.
+
+    d_o must have a unit column stride and 16-byte aligned rows. `tile_n` is a multiple of `16 * key_warps`, `tile_m`
+    of `16 * query_warps` and of `16 * dq_row_warps`, both head sizes of `16 * column_warps`. `needs_float_rows`: some
+    rotation of k is not `in_registers`. With sum = 4 * tile_n * max(d_qk + 4, d_v) if `needs_float_rows`, otherwise
+    4 * tile_n * max(d_qk, d_v) if query_warps > 1, otherwise 0: `shared_bytes` = max(sum, 2 * (tile_n * (d_qk + d_v)
+    + tile_m * (q_stages * d_qk + do_stages * d_v) + tile_m * tile_n) + 16 * tile_m).
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    tile_m: int  # queries
+    tile_n: int  # keys
+    key_warps: int
+    query_warps: int
+    column_warps: int
+    dq_row_warps: int
+    q_stages: int  # 1 or 2
+    do_stages: int  # 1 or 2
+    min_blocks: int
+    section: int
+    descending: bool  # False under a causal mask: the first keys are seen by the most queries
+    shared_bytes: int
+    scale_log2: str
+    gradient_scale: str
+    has_score: bool
+    has_score_gradient: bool
+    has_mask: bool
+    scores_finite: bool
+    q_buffer: int | None  # rotated queries, or None: args.q
+    k_buffer: int | None  # rotated keys, or None: args.k
+    terms_buffer: int
+    dq_buffer: int
+    needs_float_rows: bool
+    k_rotations: tuple[RotationContext, ...]  # undone on dK, in reverse order
+
+
+@dataclass(frozen=True)
+class PostprocessContext:
+    """`postprocess.cu.j2`. Grid: `ceil(M / tile_rows) * Hq * B` in x.
+
+    `shared_bytes` = 4 * tile_rows * (d_qk + 4); `tile_rows` is a multiple of 16.
+    """
+
+    name: str
+    d_qk: int
+    tile_rows: int
+    threads: int
+    shared_bytes: int
+    gradient_scale: str
+    dq_buffer: int
+    q_rotations: tuple[RotationContext, ...]  # undone on dQ, in reverse order

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python callable of an attention: argument checks with names, and the choice of the entry that runs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from afc.runtime.describe import AttentionInfo, EntryInfo, ModuleInfo, ScalarInfo, TensorInfo, size_text, size_value
+
+MAX_POSITION = 2**30
+RESERVED = ("q_origin", "k_origin", "return_lse", "deterministic")
+STORAGE_NAMES = {"float64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+class Attention:
+    """One attention of a module, called as `module.name(q, k, v, ...)`.
+
+    q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and device, any strides
+    with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and with `return_lse` also the
+    natural-log LSE [B, H, M] in float32 (float64 for float64), both differentiable.
+    """
+
+    def __init__(self, module: Any, info: ModuleInfo, name: str) -> None:
+        self.module = module
+        self.module_info = info
+        self.info: AttentionInfo = info.attentions[name]
+        self.__name__ = name
+        self.__qualname__ = name
+        self.__module__ = module.__name__
+        self.__doc__ = _docstring(self.info)
+        self.__signature__ = _signature(self.info)
+        self.entries = {(e.target, e.storage, e.head_qk, e.head_v): e for e in self.info.entries}
+        self.glue: Any = None
+
+    def __repr__(self) -> str:
+        return f"<attention {self.__module__}.{self.__name__}{self.__signature__}>"
+
+    def prepare(self) -> Attention:
+        """Register the torch operators now (the first call does it otherwise). Returns itself."""
+        if self.glue is None:
+            from afc.runtime.torch_glue import TorchGlue
+
+            self.glue = TorchGlue(self)
+        return self
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, *, q_origin: int = 0, k_origin: int = 0, return_lse: bool = False,
+        deterministic: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        if self.glue is None:
+            self.prepare()
+        return self.glue(q, k, v, options, q_origin, k_origin, return_lse, deterministic)
+
+    # ---- choices and checks, independent of the array library ------------------------------------------------------
+
+    def fail(self, kind: type[Exception], argument: str, expected: str, came: str) -> Exception:
+        """An error that names the argument, what was expected and what came."""
+        return kind(f"{self.__name__}: {argument}: expected {expected}, got {came}")
+
+    def entry(self, target: str, storage: str, head_qk: int, head_v: int) -> EntryInfo:
+        """The entry for a call. Raises TypeError with the command that would build it."""
+        found = self.entries.get((target, storage, head_qk, head_v))
+        if found is None:
+            raise self.missing(target, storage, head_qk, head_v)
+        return found
+
+    def missing(self, target: str, storage: str, head_qk: int, head_v: int) -> TypeError:
+        heads = f"-D D={head_qk}" if head_qk == head_v else f"-D Dqk={head_qk} -D Dv={head_v}"
+        options = f"--backend {target} {heads} --dtype {storage}"
+        held = "; ".join(str(e) for e in self.info.entries)
+        return TypeError(f"{self.__name__}: this module has no kernel for {target} {storage} Dqk={head_qk} Dv={head_v} (it holds: {held}). "
+                         f"Build one with `{self.module_info.command.replace('{options}', options)}`")
+
+    def scalars(self, options: dict[str, Any]) -> list[int | float]:
+        """Values of the run-time scalars in signature order, checked."""
+        values: list[int | float] = []
+        for scalar in self.info.scalars:
+            value = options[scalar.name] if scalar.name in options else scalar.default
+            values.append(self.scalar(scalar, value, scalar.name in options))
+        return values
+
+    def scalar(self, info: ScalarInfo, value: Any, given: bool) -> int | float:
+        if value is None and not given:
+            raise TypeError(f"{self.__name__}: missing argument `{info.name}` ({info.type})")
+        if info.type == "bool":
+            if not isinstance(value, bool):
+                raise self.fail(TypeError, info.name, "a bool", repr(value))
+            return int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if info.type == "float" else int):
+            raise self.fail(TypeError, info.name, f"{'a float' if info.type == 'float' else 'an int'}", repr(value))
+        if info.positive and not value > 0:
+            raise self.fail(ValueError, info.name, "a value greater than 0", repr(value))
+        if info.type == "int" and not -MAX_POSITION < value < MAX_POSITION:
+            raise self.fail(ValueError, info.name, f"an int between {1 - MAX_POSITION} and {MAX_POSITION - 1}", repr(value))
+        return float(value) if info.type == "float" else int(value)
+
+    def check_names(self, options: dict[str, Any]) -> None:
+        """Raises TypeError for a keyword the attention does not have, or a missing tensor."""
+        for name in options:
+            if name == "kv_len":
+                raise NotImplementedError(f"{self.__name__}: kv_len: not supported by this module; slice k and v instead")
+            if name not in self.info.order:
+                known = ", ".join((*self.info.order, *RESERVED))
+                raise TypeError(f"{self.__name__}: unexpected argument `{name}`; its named arguments are {known}")
+        for tensor in self.info.tensors:
+            if tensor.name not in options:
+                raise TypeError(f"{self.__name__}: missing argument `{tensor.name}` (a {tensor.type} tensor {_shape_text(tensor)})")
+
+    def check_captured(self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]) -> None:
+        """Check a captured tensor's shape; a plain capitalised size that is not known yet is bound to it."""
+        if len(shape) != len(info.shape):
+            raise self.fail(ValueError, info.name, f"shape {_shape_text(info)}", f"{len(shape)} dimensions, {tuple(shape)}")
+        for axis, (size, broadcast) in enumerate(info.shape):
+            got = shape[axis]
+            if isinstance(size, str) and size not in known and not (broadcast and got == 1):
+                known[size] = got
+            wanted = size_value(size, known)
+            if wanted is not None and got != wanted and not (broadcast and got == 1):
+                raise self.fail(ValueError, info.name, f"shape {_shape_text(info)} with {size_text(size)} = {wanted}", str(tuple(shape)))
+
+
+def _shape_text(info: TensorInfo) -> str:
+    return "[" + ", ".join(("1|" if one else "") + size_text(size) for size, one in info.shape) + "]"
+
+
+def _signature(info: AttentionInfo) -> inspect.Signature:
+    positional = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("q", "k", "v")]
+    named = []
+    scalars = {s.name: s for s in info.scalars}
+    for name in info.order:
+        default = scalars[name].default if name in scalars else None
+        empty = inspect.Parameter.empty
+        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=empty if default is None else default))
+    for name, value in (("q_origin", 0), ("k_origin", 0), ("return_lse", False), ("deterministic", False)):
+        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
+    return inspect.Signature([*positional, *named])
+
+
+def _docstring(info: AttentionInfo) -> str:
+    lines = [info.doc or f"Attention `{info.name}`.", "", "q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv]; H is a multiple of Hk."]
+    lines += [f"{t.name} {_shape_text(t)}: {t.type} tensor." for t in info.tensors]
+    lines += [f"{s.name}: {s.type}{' > 0' if s.positive else ''}." for s in info.scalars]
+    lines += ["q_origin, k_origin: positions of row 0 of q and of k.",
+              "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
+              "deterministic: refuse kernels whose gradients depend on the order of additions.", "",
+              f"Built for: {'; '.join(str(e) for e in info.entries)}."]  # fmt: skip
+    return "\n".join(lines)

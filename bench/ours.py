@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell's callable from afc: the only place in the harness that knows afc's interface."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import cast
+
+from bench.cells import Cell
+from bench.inputs import Attend
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def attend(cell: Cell, arch: str | None = None) -> Attend:
+    """Compile (or take from the cache) the cell's program; any rotation happens inside the kernel.
+
+    ``arch`` overrides the target that afc would pick for this machine. Raises what afc raises.
+    """
+    afc = importlib.import_module("afc")
+    path, _, name = cell.program.partition(":")
+    options = {} if arch is None else {"arch": arch}
+    kernel = afc.load(str(REPOSITORY / path), D=cell.D, dtype=cell.dtype, **options)
+    return cast(Attend, getattr(kernel, name))

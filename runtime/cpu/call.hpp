@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an entry function does before it computes: checks of its own arguments and the parts of its workspace.
+// Version, sizes, positions and the fields that no module supports are checked by afc_call() of the host.
+#ifndef AFC_CPU_CALL_HPP
+#define AFC_CPU_CALL_HPP
+
+#include "abi/afc_abi.h"
+#include "host/status.h"
+#include "math.hpp"
+
+namespace afc {
+
+constexpr int64_t BUFFER_ALIGNMENT = 256;
+
+// Parts of the workspace, one after the other. With a null workspace only `bytes` is meaningful.
+struct Cursor {
+  void *workspace;
+  int64_t bytes;
+
+  template <class T> T *take(int64_t count) {
+    const int64_t at = bytes;
+    bytes += (count * int64_t(sizeof(T)) + BUFFER_ALIGNMENT - 1) / BUFFER_ALIGNMENT * BUFFER_ALIGNMENT;
+    return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(workspace) + uintptr_t(at));
+  }
+};
+
+// A tensor of the call: its name, the number of its elements, the width of its rows, and whether the stride
+// between the elements of a row may be other than one.
+struct NamedTensor {
+  const char *name;
+  const afc_tensor *tensor;
+  int64_t elements;
+  int64_t width;
+  bool any_stride;
+};
+
+AFC_FN int check_tensor(const NamedTensor &t) {
+  if (t.elements == 0) return AFC_OK;
+  if (t.tensor->data == nullptr) {
+    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected data, got a null pointer", t.name);
+  }
+  if (t.width > 1 && !t.any_stride && t.tensor->stride[3] != 1) {
+    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected stride 1 in the last dimension, got %lld", t.name,
+                    static_cast<long long>(t.tensor->stride[3]));
+  }
+  return AFC_OK;
+}
+
+AFC_FN int check_tensors(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v) {
+  const int64_t q_rows = args.B * args.Hq * args.M, k_rows = args.B * args.Hk * args.N;
+  const NamedTensor tensors[] = {
+      {"q", &args.q, q_rows * head_qk, head_qk, false},
+      {"k", &args.k, k_rows * head_qk, head_qk, false},
+      {"v", &args.v, k_rows * head_v, head_v, false},
+      {"o", &args.o, q_rows * head_v, head_v, false},
+      {"lse", &args.lse, q_rows, 1, false},
+      {"d_o", &args.d_o, q_rows * head_v, head_v, true},
+      {"dq", &args.dq, q_rows * head_qk, head_qk, false},
+      {"dk", &args.dk, k_rows * head_qk, head_qk, false},
+      {"dv", &args.dv, k_rows * head_v, head_v, false},
+  };
+  const int count = backward ? 9 : 5;
+  for (int k = 0; k < count; ++k) {
+    if (int status = check_tensor(tensors[k])) return status;
+  }
+  return AFC_OK;
+}
+
+// Captured tensors: the first `captured` are the attention's own; no other may be set, and none takes a
+// gradient.
+AFC_FN int check_captured(const afc_args &args, int captured) {
+  for (int k = 0; k < AFC_MAX_CAPTURED; ++k) {
+    if (args.grad_captured[k].data != nullptr) {
+      return afc_fail(AFC_UNSUPPORTED,
+                      "grad_captured[%d]: this module computes no gradient of captured tensors", k);
+    }
+    if (k >= captured && args.captured[k].data != nullptr) {
+      return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: expected %d captured tensors, got more", k, captured);
+    }
+  }
+  return AFC_OK;
+}
+
+AFC_FN int check_workspace(const afc_args &args, int64_t needed) {
+  if (args.workspace_bytes < needed || args.workspace == nullptr) {
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes for %d threads, got %lld",
+                    static_cast<long long>(needed), args.threads,
+                    static_cast<long long>(args.workspace_bytes));
+  }
+  if (reinterpret_cast<uintptr_t>(args.workspace) % uintptr_t(BUFFER_ALIGNMENT) != 0) {
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected an address aligned to %d bytes, got %p",
+                    int(BUFFER_ALIGNMENT), args.workspace);
+  }
+  return AFC_OK;
+}
+
+// Where and how the call runs.
+AFC_FN int check_execution(const afc_args &args) {
+  if (args.device != -1) {
+    return afc_fail(AFC_BAD_ARGUMENT, "device: expected -1 (the CPU), got %d", args.device);
+  }
+  if (args.stream != nullptr) {
+    return afc_fail(AFC_UNSUPPORTED, "stream: expected none on the CPU, got %p", args.stream);
+  }
+  if (args.threads < 1) {
+    return afc_fail(AFC_BAD_ARGUMENT, "threads: expected at least 1, got %d", args.threads);
+  }
+  if (args.flags & AFC_ACCUMULATE) {
+    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  }
+  return AFC_OK;
+}
+
+AFC_FN int check_call(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v, int captured,
+                      int64_t needed) {
+  if (int status = check_execution(args)) return status;
+  if (int status = check_tensors(args, backward, head_qk, head_v)) return status;
+  if (int status = check_captured(args, captured)) return status;
+  return check_workspace(args, needed);
+}
+
+}  // namespace afc
+#endif  // AFC_CPU_CALL_HPP

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What generated device functions and kernels share: the compute type, the run of indices, the lane's place in a
+// fragment, and pointers into strided tensors.
+#pragma once
+#include <stdint.h>
+
+#include "afc_abi.h"
+#include "afc_run.h"
+
+using Real = float;
+
+namespace tile {
+
+// A compile-time constant as the argument of a generic lambda.
+template <class T, T VALUE>
+struct Constant {
+  static constexpr T value = VALUE;
+};
+
+constexpr float INFINITE = __builtin_huge_valf();
+constexpr int WARP = 32;
+
+AFC_FN int lane_index() { return threadIdx.x % WARP; }
+
+// Uniform over the warp, and known to be by the compiler: addresses built on it stay in uniform registers.
+AFC_FN int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / WARP, 0); }
+
+// Row (0..7; element 2 and 3 of an accumulator are 8 further down) and first column of a lane in a 16x8 accumulator.
+AFC_FN int fragment_row() { return lane_index() / 4; }
+AFC_FN int fragment_column() { return lane_index() % 4 * 2; }
+
+// Address of row `row` of (batch, head) of a tensor of 16-bit elements.
+AFC_FN unsigned char *row_address(const afc_tensor &tensor, int batch, int head, int64_t row) {
+  const int64_t element = batch * tensor.stride[0] + head * tensor.stride[1] + row * tensor.stride[2];
+  return static_cast<unsigned char *>(tensor.data) + element * 2;
+}
+
+// A contiguous [B, H, rows, columns] workspace tensor, as a strided one.
+AFC_FN afc_tensor contiguous(void *data, int64_t heads, int64_t rows, int columns) {
+  return {data, {heads * rows * columns, rows * columns, columns, 1}};
+}
+
+AFC_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace tile

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Matrix products of one warp. Accumulators are acc[row block of 16][column octet][4], see mma.cuh.
+#pragma once
+#include "element.cuh"
+#include "shared_tile.cuh"
+
+namespace tile {
+
+template <int ROW_BLOCKS, int OCTETS>
+AFC_FN void clear(float (&acc)[ROW_BLOCKS][OCTETS][4]) {
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int c = 0; c < OCTETS; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[r][c][e] = 0.0f;
+}
+
+// acc += a b for one depth of 16, where `b` holds the two column octets of one 16x16 block.
+template <class E, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_block(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[ROW_BLOCKS][4],
+                           const uint32_t (&b)[4], int column_block) {
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r) {
+    E::mma(acc[r][2 * column_block], a[r], b[0], b[1]);
+    E::mma(acc[r][2 * column_block + 1], a[r], b[2], b[3]);
+  }
+}
+
+// acc (16 ROW_BLOCKS x 8 OCTETS) += A B^T; depth = columns of both tiles. A: column-major blocks, B: row-major blocks.
+template <class E, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
+                          const Blocks<TileB> &b_blocks, uint32_t b_base) {
+#pragma unroll
+  for (int k = 0; k < TileA::COLUMNS / 16; ++k) {
+    uint32_t a[ROW_BLOCKS][4];
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(a[r], a_blocks.address(a_base, r, k));
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
+      multiply_block<E>(acc, a, b, c);
+    }
+  }
+}
+
+// The same with A in registers: a[depth block][row block].
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
+                          const Blocks<TileB> &b_blocks, uint32_t b_base) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
+      multiply_block<E>(acc, a[k], b, c);
+    }
+}
+
+// acc += A B; depth = rows of B's tile, from the rows that b_blocks starts at. A in registers; B: column-major blocks,
+// transposed on load. Of B's column blocks the ones first_block, first_block + step, ... are used.
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
+                             const Blocks<TileB> &b_blocks, uint32_t b_base, int first_block = 0, int step = 1) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, first_block + c * step));
+      multiply_block<E>(acc, a[k], b, c);
+    }
+}
+
+template <class TileA, int DEPTH_BLOCKS, int ROW_BLOCKS>
+AFC_FN void load_operand(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileA> &blocks, uint32_t base) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(a[k][r], blocks.address(base, r, k));
+}
+
+// Rounds an accumulator to the storage type, as operand A of the next product: two column octets are one depth block.
+template <class E, int DEPTH_BLOCKS, int ROW_BLOCKS>
+AFC_FN void round_to_operand(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
+                             const float (&acc)[ROW_BLOCKS][2 * DEPTH_BLOCKS][4]) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+      a[k][r][0] = E::pack(acc[r][2 * k][0], acc[r][2 * k][1]);
+      a[k][r][1] = E::pack(acc[r][2 * k][2], acc[r][2 * k][3]);
+      a[k][r][2] = E::pack(acc[r][2 * k + 1][0], acc[r][2 * k + 1][1]);
+      a[k][r][3] = E::pack(acc[r][2 * k + 1][2], acc[r][2 * k + 1][3]);
+    }
+}
+
+// Writes operand A to a tile: depth block k becomes column block first_block + k.
+template <class Tile, int DEPTH_BLOCKS, int ROW_BLOCKS>
+AFC_FN void store_operand(unsigned char *tile, const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], int first_row,
+                          int first_block) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + r * 16 + i % 2 * 8 + fragment_row();
+        const int column = (first_block + k) * 16 + i / 2 * 8 + fragment_column();
+        *reinterpret_cast<uint32_t *>(tile + Tile::offset(row, column)) = a[k][r][i];
+      }
+}
+
+// acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. Of A's
+// column blocks the ones from first_row_block on are the rows; of B's, first_block, first_block + step, ... are used as
+// far as they exist.
+template <class E, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
+                                int first_row_block, const Blocks<TileB> &b_blocks, uint32_t b_base, int first_block,
+                                int step) {
+#pragma unroll
+  for (int k = 0; k < TileA::ROWS / 16; ++k) {
+    uint32_t a[ROW_BLOCKS][4];
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4_trans(a[r], a_blocks.address(a_base, k, first_row_block + r));
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      if (first_block + c * step >= TileB::COLUMNS / 16) break;
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, first_block + c * step));
+      multiply_block<E>(acc, a, b, c);
+    }
+  }
+}
+
+// Rounds an accumulator into a tile whose rows start at `first_row` for this warp. Column block c of the accumulator is
+// column block first_block + c * step of the tile.
+template <class E, class Tile, int ROW_BLOCKS, int OCTETS>
+AFC_FN void round_to_tile(unsigned char *tile, const float (&acc)[ROW_BLOCKS][OCTETS][4], int first_row,
+                          int first_block = 0, int step = 1) {
+  const int row = first_row + fragment_row();
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int c = 0; c < OCTETS; ++c) {
+      const int column = (first_block + c / 2 * step) * 16 + c % 2 * 8 + fragment_column();
+      const uint32_t upper = E::pack(acc[r][c][0], acc[r][c][1]), lower = E::pack(acc[r][c][2], acc[r][c][3]);
+      *reinterpret_cast<uint32_t *>(tile + Tile::offset(row + r * 16, column)) = upper;
+      *reinterpret_cast<uint32_t *>(tile + Tile::offset(row + r * 16 + 8, column)) = lower;
+    }
+}
+
+// Writes an accumulator to float32 rows, `pitch` floats apart; blocks as in round_to_tile.
+template <int ROW_BLOCKS, int OCTETS>
+AFC_FN void store_floats(float *rows_data, int pitch, const float (&acc)[ROW_BLOCKS][OCTETS][4], int first_row,
+                         int first_block, int step) {
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int c = 0; c < OCTETS; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = first_row + r * 16 + e / 2 * 8 + fragment_row();
+        const int column = (first_block + c / 2 * step) * 16 + c % 2 * 8 + fragment_column() + e % 2;
+        rows_data[row * pitch + column] = acc[r][c][e];
+      }
+}
+
+// Rounds float32 rows and writes them to global memory, 16 bytes at a time.
+template <class E, int COLUMNS, int THREADS>
+AFC_FN void round_rows(const float *rows_data, int pitch, unsigned char *destination, int64_t stride, int rows) {
+  for (int index = threadIdx.x; index < rows * (COLUMNS / 8); index += THREADS) {
+    const int row = index / (COLUMNS / 8), chunk = index % (COLUMNS / 8);
+    const float4 *from = reinterpret_cast<const float4 *>(rows_data + row * pitch + chunk * 8);
+    const float4 low = from[0], high = from[1];
+    *reinterpret_cast<uint4 *>(destination + row * stride + chunk * 16) = {
+        E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y), E::pack(high.z, high.w)};
+  }
+}
+
+// Sums the accumulators of `parts` warps, which differ in their `part`, through shared memory; the sum ends up in part
+// 0. `scratch` holds the floats of one part, this lane's from scratch[lane] on. All threads of the CTA must call.
+template <int PARTS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void sum_parts(float (&acc)[ROW_BLOCKS][OCTETS][4], float *scratch, int part) {
+  float *mine = scratch + lane_index();
+#pragma unroll
+  for (int other = 1; other < PARTS; ++other) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * OCTETS * 4; ++i)
+      if (part == other) mine[i * WARP] = acc[i / (OCTETS * 4)][i / 4 % OCTETS][i % 4];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * OCTETS * 4; ++i)
+      if (part == 0) acc[i / (OCTETS * 4)][i / 4 % OCTETS][i % 4] += mine[i * WARP];
+  }
+  __syncthreads();
+}
+
+}  // namespace tile

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rotations of row pairs by 2x2 matrices from a table. A rotation type R says which columns (FIRST, PAIRS, ADJACENT),
+// how many numbers a matrix has in the table (COEFFICIENTS), and how they make up its entries (a00..a11).
+// Every placement of a rotation goes through rotate() or rotate_back(), with these roundings, so all agree bit by bit.
+#pragma once
+#include "element.cuh"
+#include "shared_tile.cuh"
+
+namespace tile {
+
+template <class R>
+AFC_FN void rotate(float &x0, float &x1, const float *c) {
+  const float y0 = __fmaf_rn(x0, R::a00(c), __fmul_rn(x1, R::a01(c)));
+  const float y1 = __fmaf_rn(x0, R::a10(c), __fmul_rn(x1, R::a11(c)));
+  x0 = y0;
+  x1 = y1;
+}
+
+// The transposed matrix: what maps the gradient of a rotated row to that of the row.
+template <class R>
+AFC_FN void rotate_back(float &x0, float &x1, const float *c) {
+  const float y0 = __fmaf_rn(x0, R::a00(c), __fmul_rn(x1, R::a10(c)));
+  const float y1 = __fmaf_rn(x0, R::a01(c), __fmul_rn(x1, R::a11(c)));
+  x0 = y0;
+  x1 = y1;
+}
+
+template <class R>
+AFC_FN void load_coefficients(float (&c)[R::COEFFICIENTS], const float *row, int pair) {
+  const float *from = row + pair * R::COEFFICIENTS;
+  if constexpr (R::COEFFICIENTS == 2) {
+    const float2 v = *reinterpret_cast<const float2 *>(from);
+    c[0] = v.x, c[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < R::COEFFICIENTS; ++i) c[i] = from[i];
+  }
+}
+
+template <class R>
+AFC_FN int first_column(int pair) {
+  return R::ADJACENT ? R::FIRST + 2 * pair : R::FIRST + pair;
+}
+
+template <class R>
+AFC_FN int second_column(int pair) {
+  return R::ADJACENT ? R::FIRST + 2 * pair + 1 : R::FIRST + R::PAIRS + pair;
+}
+
+// Pairs are rotated in units as large as their place in a row permits: eight pairs that are two chunks of 16 bytes
+// (half-split), four pairs in one chunk (neighbours), or a single pair.
+template <class R>
+struct Unit {
+  static constexpr bool HALVES = !R::ADJACENT && R::FIRST % 8 == 0 && R::PAIRS % 8 == 0;
+  static constexpr bool CHUNK = R::ADJACENT && R::FIRST % 8 == 0 && R::PAIRS % 4 == 0;
+  static constexpr int PAIRS = HALVES ? 8 : CHUNK ? 4 : 1;
+  static constexpr int PER_ROW = R::PAIRS / PAIRS;
+
+  float c[PAIRS][R::COEFFICIENTS];
+
+  AFC_FN void load(const float *table_row, int pair) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) load_coefficients<R>(c[p], table_row, pair + p);
+  }
+};
+
+// Rotates one unit from pair `pair` on. `source(column)` and `destination(column)` are addresses of 16-bit elements.
+template <class E, class R, class Source, class Destination>
+AFC_FN void rotate_unit(Source source, Destination destination, int pair, const Unit<R> &unit) {
+  if constexpr (Unit<R>::HALVES) {
+    const uint4 low = *reinterpret_cast<const uint4 *>(source(R::FIRST + pair));
+    const uint4 high = *reinterpret_cast<const uint4 *>(source(R::FIRST + R::PAIRS + pair));
+    uint32_t x[4] = {low.x, low.y, low.z, low.w}, y[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]), y0 = unpack_low<E>(y[w]), y1 = unpack_high<E>(y[w]);
+      rotate<R>(x0, y0, unit.c[2 * w]);
+      rotate<R>(x1, y1, unit.c[2 * w + 1]);
+      x[w] = E::pack(x0, x1), y[w] = E::pack(y0, y1);
+    }
+    *reinterpret_cast<uint4 *>(destination(R::FIRST + pair)) = {x[0], x[1], x[2], x[3]};
+    *reinterpret_cast<uint4 *>(destination(R::FIRST + R::PAIRS + pair)) = {y[0], y[1], y[2], y[3]};
+  } else if constexpr (Unit<R>::CHUNK) {
+    const uint4 chunk = *reinterpret_cast<const uint4 *>(source(R::FIRST + 2 * pair));
+    uint32_t x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]);
+      rotate<R>(x0, x1, unit.c[w]);
+      x[w] = E::pack(x0, x1);
+    }
+    *reinterpret_cast<uint4 *>(destination(R::FIRST + 2 * pair)) = {x[0], x[1], x[2], x[3]};
+  } else {
+    float x0 = E::unpack(*reinterpret_cast<const uint16_t *>(source(first_column<R>(pair))));
+    float x1 = E::unpack(*reinterpret_cast<const uint16_t *>(source(second_column<R>(pair))));
+    rotate<R>(x0, x1, unit.c[0]);
+    const uint32_t both = E::pack(x0, x1);
+    *reinterpret_cast<uint16_t *>(destination(first_column<R>(pair))) = static_cast<uint16_t>(both);
+    *reinterpret_cast<uint16_t *>(destination(second_column<R>(pair))) = static_cast<uint16_t>(both >> 16);
+  }
+}
+
+// Rotates the first `rows` rows of a tile in place; `table` is the table row of tile row 0. The caller synchronises
+// before and after.
+template <class E, class Tile, class R, int THREADS>
+AFC_FN void rotate_tile(unsigned char *tile, const float *table, int rows) {
+  for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
+    const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
+    const auto address = [&](int column) { return tile + Tile::offset(row, column); };
+    Unit<R> unit;
+    unit.load(table + static_cast<int64_t>(row) * R::STRIDE, pair);
+    rotate_unit<E, R>(address, address, pair, unit);
+  }
+}
+
+// Computes the coefficients of rows [first_row, first_row + rows) into `coefficients` [rows][PAIRS * COEFFICIENTS], one
+// pair at a time (they are long double-precision code), and to the table where `write_table`.
+template <class R, int THREADS>
+AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int origin, int first_row, int rows,
+                                 bool write_table) {
+#pragma unroll 1
+  for (int index = threadIdx.x; index < rows * R::PAIRS; index += THREADS) {
+    const int row = index / R::PAIRS, pair = index % R::PAIRS;
+    float c[R::COEFFICIENTS];
+    R::coefficients(first_row + row + origin, pair, c);
+#pragma unroll
+    for (int i = 0; i < R::COEFFICIENTS; ++i) {
+      coefficients[index * R::COEFFICIENTS + i] = c[i];
+      if (write_table) R::table(args, first_row + row)[pair * R::COEFFICIENTS + i] = c[i];
+    }
+  }
+}
+
+// Rotates rows [first_row, first_row + rows) of every `step`-th (batch, head) from `first_head` on.
+template <class E, class R, int THREADS>
+AFC_FN void rotate_rows(const afc_tensor &x, const afc_tensor &rotated, const float *coefficients, int first_row,
+                        int rows, int heads, int batch_heads, int first_head, int step) {
+  for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
+    const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
+    Unit<R> unit;
+    unit.load(coefficients + row * (R::PAIRS * R::COEFFICIENTS), pair);
+#pragma unroll 4
+    for (int batch_head = first_head; batch_head < batch_heads; batch_head += step) {
+      const int batch = batch_head / heads, head = batch_head - batch * heads;
+      const unsigned char *from = row_address(x, batch, head, first_row + row);
+      unsigned char *to = row_address(rotated, batch, head, first_row + row);
+      rotate_unit<E, R>([&](int column) { return from + column * 2; }, [&](int column) { return to + column * 2; },
+                        pair, unit);
+    }
+  }
+}
+
+// Copies the columns [FIRST, FIRST + COUNT) that no rotation touches; the arguments are those of rotate_rows.
+template <int FIRST, int COUNT, int THREADS>
+AFC_FN void copy_columns(const afc_tensor &x, const afc_tensor &copy, int first_row, int rows, int heads,
+                         int batch_heads, int first_head, int step) {
+  constexpr int SIZE = FIRST % 8 == 0 && COUNT % 8 == 0 ? 8 : 1;
+  for (int index = threadIdx.x; index < rows * (COUNT / SIZE); index += THREADS) {
+    const int row = first_row + index / (COUNT / SIZE), column = FIRST + index % (COUNT / SIZE) * SIZE;
+    for (int batch_head = first_head; batch_head < batch_heads; batch_head += step) {
+      const int batch = batch_head / heads, head = batch_head - batch * heads;
+      const unsigned char *from = row_address(x, batch, head, row) + column * 2;
+      unsigned char *to = row_address(copy, batch, head, row) + column * 2;
+      if constexpr (SIZE == 8) {
+        *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(from);
+      } else {
+        *reinterpret_cast<uint16_t *>(to) = *reinterpret_cast<const uint16_t *>(from);
+      }
+    }
+  }
+}
+
+// Rotates float32 rows in shared memory back, in place; `pitch` floats to the next row.
+template <class R, int THREADS>
+AFC_FN void rotate_rows_back(float *rows_data, int pitch, const float *table, int rows) {
+  for (int index = threadIdx.x; index < rows * R::PAIRS; index += THREADS) {
+    const int row = index / R::PAIRS, pair = index % R::PAIRS;
+    float c[R::COEFFICIENTS];
+    load_coefficients<R>(c, table + static_cast<int64_t>(row) * R::STRIDE, pair);
+    rotate_back<R>(rows_data[row * pitch + first_column<R>(pair)], rows_data[row * pitch + second_column<R>(pair)], c);
+  }
+}
+
+// Rotates an accumulator back in registers: possible because both members of a pair are in one lane when halves are
+// whole octets apart, or neighbours. `table` belongs to row 0. Column block c of the accumulator is column block first_block + c * STEP of the row.
+template <class R, int STEP, int ROW_BLOCKS, int OCTETS>
+AFC_FN void rotate_accumulator_back(float (&acc)[ROW_BLOCKS][OCTETS][4], int first_block, const float *table,
+                                    int first_row, int rows) {
+  constexpr int SHIFT = R::ADJACENT ? 0 : R::PAIRS / 8 / STEP;  // octets, in this warp, to the second member
+  constexpr int COLUMNS = R::ADJACENT ? 2 * R::PAIRS : R::PAIRS;
+  static_assert(R::FIRST % 8 == 0 && COLUMNS % 8 == 0, "rotated columns must be whole octets");
+  static_assert(R::ADJACENT || STEP == 1 || R::PAIRS % (16 * STEP) == 0, "the partner must belong to the same warp");
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + r * 16 + half * 8 + fragment_row();
+      if (row >= rows) continue;
+      const float *table_row = table + static_cast<int64_t>(row) * R::STRIDE;
+#pragma unroll
+      for (int o = 0; o + SHIFT < OCTETS; ++o) {
+        const int column = (first_block + o / 2 * STEP) * 16 + o % 2 * 8 - R::FIRST;
+        if (column < 0 || column >= COLUMNS) continue;
+        float c[R::COEFFICIENTS];
+        float *x = &acc[r][o][2 * half], *y = &acc[r][o + SHIFT][2 * half];
+        if constexpr (R::ADJACENT) {
+          load_coefficients<R>(c, table_row, (column + fragment_column()) / 2);
+          rotate_back<R>(x[0], x[1], c);
+        } else {
+          load_coefficients<R>(c, table_row, column + fragment_column());
+          rotate_back<R>(x[0], y[0], c);
+          load_coefficients<R>(c, table_row, column + fragment_column() + 1);
+          rotate_back<R>(x[1], y[1], c);
+        }
+      }
+    }
+}
+
+}  // namespace tile

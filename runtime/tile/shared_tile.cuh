@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A row-major tile of 16-bit elements in shared memory, in chunks of 16 bytes. The chunk index is XORed with bits of the
+// row so that the eight rows of one ldmatrix block, at one chunk column, fall into eight different groups of four banks:
+//
+//   COLUMNS = 64 (8 chunks, one row = all 32 banks)    chunk' = chunk ^ (row % 8)
+//   COLUMNS = 32 (4 chunks, two rows = all 32 banks)   chunk' = chunk ^ (row / 2 % 4)
+//   COLUMNS = 16 (2 chunks)                            chunk' = chunk ^ (row / 4 % 2)
+//
+// Other widths use the largest of these whose width divides theirs.
+#pragma once
+#include "cp_async.cuh"
+#include "device.cuh"
+#include "ldmatrix.cuh"
+
+namespace tile {
+
+template <int ROWS_, int COLUMNS_>
+struct SharedTile {
+  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
+  static_assert(ROWS % 16 == 0 && COLUMNS % 16 == 0, "a tile consists of 16x16 blocks");
+  static constexpr int CHUNKS = COLUMNS / 8;
+  static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks that change places
+  static constexpr int ROW_BYTES = COLUMNS * 2;
+  static constexpr int BYTES = ROWS * ROW_BYTES;
+
+  AFC_FN static int swizzle(int row) { return row / (8 / SWIZZLED) % SWIZZLED; }
+
+  // Byte offset of a chunk, and of a single element.
+  AFC_FN static int chunk_offset(int row, int chunk) { return row * ROW_BYTES + (chunk ^ swizzle(row)) * 16; }
+  AFC_FN static int offset(int row, int column) { return chunk_offset(row, column / 8) + column % 8 * 2; }
+};
+
+// A lane's view of the 16x16 blocks of a tile, for ldmatrix.x4. With constant row_block and column_block an address is
+// one addition and one exclusive or, both shared by many blocks, and an immediate: the chunk bits that change places are
+// zero in `base` and in every row's offset, so they can be flipped after the addition. `base` is 128-byte aligned.
+template <class Tile>
+struct Blocks {
+  uint32_t lane;  // byte offset of the lane's row, and its chunk bits: half of the block, swizzle of the row
+
+  AFC_FN uint32_t address(uint32_t base, int row_block, int column_block) const {
+    const int chunk = column_block * 2;
+    const int far = chunk / Tile::SWIZZLED * Tile::SWIZZLED, near = chunk % Tile::SWIZZLED;
+    return ((base + lane) ^ (near * 16)) + (row_block * 16 * Tile::ROW_BYTES + far * 16);
+  }
+};
+
+// The address of a tile that stays in place, made to depend on the step of the loop (which is never negative). Without
+// this ptxas computes the addresses of all blocks before the loop, and spills them.
+AFC_FN uint32_t in_step(uint32_t base, int step) { return base + (step >> 31); }
+
+template <class Tile>
+AFC_FN Blocks<Tile> blocks_at(int row, int half) {
+  return {static_cast<uint32_t>(row * Tile::ROW_BYTES + (half ^ Tile::swizzle(row)) * 16)};
+}
+
+// Block order (upper left, lower left, upper right, lower right): operand A read by rows; with .trans, operand B whose
+// depth runs along the rows of the tile (two column octets: registers 0, 1 and 2, 3).
+template <class Tile>
+AFC_FN Blocks<Tile> column_major_blocks(int first_row) {
+  const int lane = lane_index();
+  return blocks_at<Tile>(first_row + lane % 16, lane / 16);
+}
+
+// Block order (upper left, upper right, lower left, lower right): operand B whose depth runs along the columns (two row
+// octets: registers 0, 1 and 2, 3); with .trans, operand A read by columns.
+template <class Tile>
+AFC_FN Blocks<Tile> row_major_blocks(int first_row) {
+  const int lane = lane_index();
+  return blocks_at<Tile>(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Starts the copy of rows from global memory; `source` is the address of the tile's first row, `stride` its row stride
+// in bytes. Rows from `valid_rows` on are zero and are not read, though an address is formed for them.
+template <class Tile, int THREADS>
+AFC_FN void copy_rows_async(uint32_t base, const unsigned char *source, int64_t stride, int valid_rows) {
+  constexpr int TOTAL = Tile::ROWS * Tile::CHUNKS;
+  if constexpr (THREADS % Tile::CHUNKS == 0 && TOTAL % THREADS == 0) {
+    constexpr int STEP = THREADS / Tile::CHUNKS;  // rows; every thread stays in its chunk column
+    const int row = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    const unsigned char *from = source + (row * stride + chunk * 16);
+#pragma unroll
+    for (int step = 0; step < TOTAL / THREADS; ++step) {
+      ptx::cp_async_16(base + Tile::chunk_offset(row + step * STEP, chunk), from, row + step * STEP < valid_rows);
+      from += STEP * stride;
+    }
+  } else {
+#pragma unroll
+    for (int first = 0; first < TOTAL; first += THREADS) {
+      const int index = first + threadIdx.x;
+      if (TOTAL % THREADS != 0 && index >= TOTAL) break;
+      const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+      const unsigned char *from = source + row * stride + chunk * 16;
+      ptx::cp_async_16(base + Tile::chunk_offset(row, chunk), from, row < valid_rows);
+    }
+  }
+}
+
+// Writes rows to global memory in 16-byte stores; rows from `valid_rows` on are left alone.
+template <class Tile, int THREADS>
+AFC_FN void store_rows(const unsigned char *tile, unsigned char *destination, int64_t stride, int valid_rows) {
+#pragma unroll
+  for (int first = 0; first < Tile::ROWS * Tile::CHUNKS; first += THREADS) {
+    const int index = first + threadIdx.x;
+    if (Tile::ROWS * Tile::CHUNKS % THREADS != 0 && index >= Tile::ROWS * Tile::CHUNKS) break;
+    const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+    if (row < valid_rows) {
+      const uint4 value = *reinterpret_cast<const uint4 *>(tile + Tile::chunk_offset(row, chunk));
+      *reinterpret_cast<uint4 *>(destination + row * stride + chunk * 16) = value;
+    }
+  }
+}
+
+}  // namespace tile
