@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures. Tests are foldered by what they need: unit (nothing), golden, cpu (g++, torch), gpu (a device)."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files that differ")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten."""
+    return bool(request.config.getoption("--update-golden"))

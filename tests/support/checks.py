@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a kernel and its references on the same inputs, and the derived tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.dense import Variant
+
+Tensor = torch.Tensor
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@dataclass
+class Outcome:
+    """Output, LSE and gradients of one run, as float64."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def poison(device: str = "cpu", megabytes: int = 64) -> None:
+    """Fill memory with NaN and free it, so that recycled buffers come back full of NaN."""
+    blocks = [torch.full((megabytes * 2**18 // n,), torch.nan, device=device) for n in (1, 2, 4, 8, 64)]
+    blocks += [torch.full((2**k,), torch.nan, device=device) for k in range(4, 18)]
+    del blocks
+
+
+def inputs(b: int, h: int, hk: int, m: int, n: int, dqk: int, dv: int, dtype: torch.dtype, device: str = "cpu",
+           layout: str = "contiguous", scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh random q, k, v in a layout: contiguous, transposed (rows before heads in memory), sliced, expanded."""
+    def make(heads: int, rows: int, d: int) -> Tensor:
+        def fresh(*shape: int) -> Tensor:
+            return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
+
+        if layout == "transposed":
+            return fresh(b, rows, heads, d).transpose(1, 2)
+        if layout == "sliced":
+            return fresh(b, heads, rows + 5, 2 * d)[:, :, 3 : rows + 3, d:]
+        if layout == "expanded":
+            return fresh(1, heads, rows, d).expand(b, heads, rows, d)
+        return fresh(b, heads, rows, d)
+
+    return make(h, m, dqk), make(hk, n, dqk), make(hk, n, dv)
+
+
+def run(call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, extras: dict[str, Any]) -> Outcome:
+    """Forward and backward of `call(q, k, v, **extras) -> (o, lse)`."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o, lse = call(q, k, v, **extras)
+    loss = (o.double() * do.double()).sum()
+    if dlse is not None:
+        finite = torch.isfinite(lse)
+        loss = loss + (torch.where(finite, lse.double(), 0.0) * dlse.double()).sum()
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), allow_unused=True)
+    zero = [torch.zeros_like(x) if g is None else g for g, x in zip((dq, dk, dv), (q, k, v), strict=True)]
+    return Outcome(*(x.detach().double() for x in (o, lse, *zero)))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Relative Frobenius error of a against b; infinities must agree exactly, NaN counts as infinite error."""
+    infinite = torch.isinf(b)
+    if not torch.equal(a[infinite], b[infinite]):
+        return float("inf")
+    a, b = a[~infinite], b[~infinite]
+    error, norm = (a - b).norm().item(), b.norm().item()
+    if error == 0.0:
+        return 0.0
+    return float("inf") if error != error else error / max(norm, 1e-300)
+
+
+def compare(call: Callable[..., Any], variant: Variant, q: Tensor, k: Tensor, v: Tensor, extras: dict[str, Any],
+            with_dlse: bool = True) -> dict[str, tuple[float, float]]:
+    """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus its epsilon.
+
+    In float64 the reference has the yardstick's own error, so the floor is the bound of a sum of Dqk + N products. The
+    backward pass recomputes P = exp(s - LSE) from an LSE that was rounded once, a relative error of eps |LSE| / 2, and
+    subtracts delta from dP, where each carries an error of eps in the compute type.
+    """
+    dtype = q.dtype
+    shape = (*q.shape[:3], v.shape[3])
+    do = torch.randn(shape, dtype=torch.float64).to(q.device, dtype)
+    dlse = torch.randn(q.shape[:3], dtype=torch.float64).to(q.device) if with_dlse else None
+    double = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in extras.items()}
+    truth = run(variant.reference, q.double(), k.double(), v.double(), do, dlse, double)
+    yard = run(variant.reference, q, k, v, do, dlse, extras)
+    poison(q.device.type)
+    ours = run(lambda *a, **x: call(*a, **x, return_lse=True), q, k, v, do, dlse, extras)
+    floor = torch.finfo(dtype).eps * ((q.shape[3] + k.shape[2]) if dtype is torch.float64 else 1)
+    lse_eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    largest = torch.nan_to_num(truth.lse, neginf=0.0).abs().amax().item() if truth.lse.numel() else 0.0
+    gradient_floor = lse_eps * (0.5 * largest + 2)
+    found = {}
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        want = getattr(truth, name)
+        allowed = 2 * relative(getattr(yard, name), want) + floor + (gradient_floor if name.startswith("d") else 0.0)
+        found[name] = (relative(getattr(ours, name), want), allowed)
+    return found
+
+
+def failures(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The entries whose error is above what is allowed."""
+    return {n: pair for n, pair in found.items() if not pair[0] <= pair[1]}
