@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from afc.options import Options
 from afc.render.cpu import render_cpu
 from afc.render.cuda import render_cuda
 from afc.runtime.describe import ABI_VERSION
+from afc.runtime.loading import import_module
 from afc.schedule.plan import schedule
 from afc.schedule.targets import cpu
 
@@ -178,22 +178,6 @@ def load_module(path: str | Path, options: Options) -> ModuleType:
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
     return import_module(cached_module(stem, spec, toolchain, Cache()))
-
-
-_LOADED: dict[Path, ModuleType] = {}
-
-
-def import_module(path: Path) -> ModuleType:
-    """Import a built module under a name of its own, so that two files of one name never meet. Once per path."""
-    path = path.resolve()
-    if path not in _LOADED:
-        name = f"afc_modules_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.{path.name.partition('.')[0]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _LOADED[path] = module
-    return _LOADED[path]
 
 
 def _check_not_tracing(path: str | Path) -> None:

@@ -7,13 +7,15 @@ import importlib
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from bench.cells import Cell
 from bench.inputs import Attend
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def attend(cell: Cell, arch: str | None = None) -> Attend:
+def attend(cell: Cell, device: torch.device, arch: str | None = None) -> Attend:
     """Compile (or take from the cache) the cell's program; any rotation happens inside the kernel.
 
     ``arch`` overrides the target that afc would pick for this machine. Raises what afc raises.
@@ -21,5 +23,5 @@ def attend(cell: Cell, arch: str | None = None) -> Attend:
     afc = importlib.import_module("afc")
     path, _, name = cell.program.partition(":")
     options = {} if arch is None else {"arch": arch}
-    kernel = afc.load(str(REPOSITORY / path), D=cell.D, dtype=cell.dtype, **options)
+    kernel = afc.load(REPOSITORY / path, D=cell.D, dtype=cell.dtype, backend=device.type, **options)
     return cast(Attend, getattr(kernel, name))

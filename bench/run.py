@@ -159,7 +159,7 @@ def _add(ready: Ready, name: str, entry: str, cell: Cell, options: Options) -> N
 
 def _build(name: str, cell: Cell, sets: list[Tensors], options: Options) -> System:
     if name == "ours":
-        return assemble(name, cell, sets, ours.attend(cell, options.arch))
+        return assemble(name, cell, sets, ours.attend(cell, options.device, options.arch))
     return peers.build(name, cell, sets)
 
 

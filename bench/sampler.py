@@ -30,10 +30,14 @@ class NvmlSampler:
 
     def _milliwatts(self) -> float:
         """Power now; the classic counter averages over a second on recent cards, longer than a block."""
-        field = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])[0]
-        if field.nvmlReturn == self._nvml.NVML_SUCCESS:
+        nvml = self._nvml
+        try:
+            field = nvml.nvmlDeviceGetFieldValues(self._handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0]
+        except nvml.NVMLError:
+            return float(nvml.nvmlDeviceGetPowerUsage(self._handle))
+        if field.nvmlReturn == nvml.NVML_SUCCESS:
             return float(field.value.uiVal)
-        return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+        return float(nvml.nvmlDeviceGetPowerUsage(self._handle))
 
     def driver(self) -> str:
         """Driver version."""

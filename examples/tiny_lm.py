@@ -3,8 +3,8 @@
 
     python examples/tiny_lm.py --plot loss.svg
 
-The text is Python's own manual, which ships with it (``help("if")`` prints from it). All models start from the
-same weights and see the same batches; they differ only in who computes attention:
+The text is Python's own manual, which ships with it (``help("if")`` prints from it). All models start from
+the same weights and see the same batches; they differ only in who computes attention:
 
 afc       ``llama.attn``, compiled: RoPE and the causal mask are inside the kernel, which gets raw q and k
 sdpa      RoPE in PyTorch, then scaled_dot_product_attention
@@ -47,12 +47,12 @@ Curves = dict[str, list[float]]
 # ---- attention, four times: q, k, v and the result are [batch, heads, length, HEAD_DIM] ------------
 
 
-def afc_attention(dtype: torch.dtype) -> Attention:
-    """The compiled kernel."""
+def afc_attention(device: torch.device, dtype: torch.dtype) -> Attention:
+    """The compiled kernel (a few seconds the first time, then from a cache)."""
     import afc
 
     path = Path(__file__).with_name("llama.attn")
-    kernel = afc.load(str(path), D=HEAD_DIM, dtype=str(dtype).removeprefix("torch."))
+    kernel = afc.load(path, D=HEAD_DIM, dtype=dtype, backend=device.type)
     llama: Attention = kernel.llama
     return llama
 
@@ -306,7 +306,7 @@ def main() -> int:
     text = Text(device)
     attentions: dict[str, Attention] = {"sdpa": sdpa, "exact": exact, "mirrored": mirrored}
     if given.attention != "sdpa":
-        attentions = {"afc": afc_attention(dtype), **attentions}
+        attentions = {"afc": afc_attention(device, dtype), **attentions}
     names = list(attentions) if given.attention == "both" else [given.attention]
     vocabulary = len(text.characters)
     trainers = {name: Trainer(vocabulary, attentions[name], device, dtype) for name in names}

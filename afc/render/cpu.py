@@ -7,7 +7,7 @@ from typing import Literal
 
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
-from afc.ir.tiled import LaunchPlan, TiledKernel
+from afc.ir.tiled import LaunchPlan
 from afc.render.blocks import CPU, RotationText, render_blocks
 from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation
 from afc.render.text import LOG2_E, provenance, real_literal, render, size_text
@@ -24,8 +24,11 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     """Everything the templates print."""
     s = plan.semantics
     blocks = render_blocks(program, s, CPU)
-    rows, keys = _kernel(plan, "queries").tile, _kernel(plan, "keys").tile
-    schedule = f"{rows.queries} queries in lanes x {rows.keys} keys; dK, dV: {keys.keys} keys in lanes x {keys.queries} queries"
+    rows = plan.forward[-1].kernel.tile
+    keys = plan.backward[-1].kernel.tile if plan.backward else rows  # without a backward nothing prints it
+    schedule = f"{rows.queries} queries in lanes x {rows.keys} keys"
+    if plan.backward:
+        schedule += f"; dK, dV: {keys.keys} keys in lanes x {keys.queries} queries"
     rotated = [
         _rotated("q", "Hq", "M", s.q_rotations, blocks.q_rotations),
         _rotated("k", "Hk", "N", s.k_rotations, blocks.k_rotations),
@@ -43,11 +46,6 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         has_score=blocks.has_score, has_score_gradient=blocks.has_score_gradient, has_mask=blocks.has_mask,
         rotated=tuple(r for r in rotated if r is not None), buffers=buffers,
         captured=len(program.tensors), backward=bool(plan.backward))  # fmt: skip
-
-
-def _kernel(plan: LaunchPlan, stationary: str) -> TiledKernel:
-    kernels = [x.kernel for x in plan.launches if x.kernel.kind in ("forward", "backward")]
-    return next(k for k in kernels if k.stationary == stationary)
 
 
 def _rotated(name: Literal["q", "k"], heads: str, rows: str, rotations: tuple[Rotation, ...],

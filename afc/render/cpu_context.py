@@ -3,7 +3,8 @@
 
 `templates/cpu/module.cpp.j2` is rendered with `CpuContext` as the variable `unit`, under `StrictUndefined`,
 `trim_blocks` and `lstrip_blocks`. The text is one C++17 unit for one (attention, Dqk, Dv, dtype). It includes
-`abi/...`, `host/...` and `cpu/...` relative to the folder `runtime`, and defines, with C linkage and hidden visibility:
+`abi/...`, `host/...` and `cpu/...` relative to the folder `runtime`. It defines, with C linkage and hidden
+visibility:
 
     int64_t <name>_workspace(const afc_args *args, int backward);  // bytes; depends on args->threads
     int <name>_forward(const afc_args *args);
@@ -20,11 +21,12 @@ from typing import Literal
 class CpuRotation:
     """One rotation of a row: `pairs` pairs of columns, from column `first` on.
 
-    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>(position, pair, Real *c)`, which fills
-    `coefficients` values. `half` pairs column first + c with first + pairs + c, `adjacent` first + 2c with first + 2c + 1.
-    `a00, a01, a10, a11` are the entries of the 2x2 matrix as C expressions in c[...], such as "c[0]" and "-c[1]".
-    `table_offset` is the first column of this rotation in the operand's coefficient table (the sum of
-    `coefficients * pairs` over the rotations before it). `call` is the source text, for a comment.
+    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>(position, pair, Real *c)`,
+    which fills `coefficients` values. `half` pairs column first + c with first + pairs + c, `adjacent`
+    pairs column first + 2c with first + 2c + 1. `a00, a01, a10, a11` are the entries of the 2x2 matrix as C
+    expressions in c[...], such as "c[0]" and "-c[1]". `table_offset` is the first column of this rotation
+    in the operand's coefficient table: the sum of `coefficients * pairs` over the rotations before it.
+    `call` is the source text, for a comment.
     """
 
     index: int
@@ -45,7 +47,8 @@ class CpuRotated:
     """A rotated operand: `name` is "q" or "k"; its rotations in the order in which they act, at least one.
 
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
-    `table_width` is the sum of `coefficients * pairs`. The buffers `<name>_rotated` and `<name>_table` must exist.
+    `table_width` is the sum of `coefficients * pairs`. The buffers `<name>_rotated` and
+    `<name>_table` must exist.
     """
 
     name: Literal["q", "k"]
@@ -62,11 +65,11 @@ class CpuBuffer:
 
     `count` is an int64_t expression in `args` and the constants of the unit. The templates use these names:
 
-    | name                   | type    | count                              |
-    |------------------------|---------|------------------------------------|
-    | q_rotated, k_rotated   | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N) |
-    | q_table, k_table       | Real    | args.M * Q_TABLE_WIDTH               (k: N, K_TABLE_WIDTH) |
-    | delta (backward only)  | Real    | args.B * args.Hq * args.M          |
+    | name                  | type    | count                                                  |
+    |-----------------------|---------|--------------------------------------------------------|
+    | q_rotated, k_rotated  | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N)        |
+    | q_table, k_table      | Real    | args.M * Q_TABLE_WIDTH               (k: N, K_TABLE_…) |
+    | delta (backward only) | Real    | args.B * args.Hq * args.M                              |
 
     Per-thread scratch is placed behind them by the template.
     """
@@ -92,7 +95,8 @@ class CpuContext:
       head_qk, head_v               width of a q or k row, of a v or o row; at least 1
       query_tile, key_tile          forward and dQ: queries in vector lanes, keys streamed
       stream_query_tile, lane_key_tile  dK and dV: queries streamed, keys in vector lanes
-      A lane tile is a multiple of 96 / sizeof(real) (24 float, 12 double; twice that for AVX-512), a streamed tile of 4.
+      A lane tile is a multiple of 96 / sizeof(real) (24 float, 12 double; twice that for AVX-512), a streamed
+      tile of 4.
     Numbers, as C++ literals of type Real:
       scale_log2, softmax_scale (positive), gradient_scale
     Features:

@@ -3,14 +3,14 @@
 
     describe     what a module says of its entries
     attention    the callable: argument checks, choice of entry
-    torch_glue   torch operators and autograd; imported at the first call with tensors
+    torch_glue   torch operators and autograd; imported once torch is
+    late         how that is noticed
 
 A module imports this package when it is itself imported; nothing here imports torch before it is needed.
 """
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +22,12 @@ __all__ = ["ABI_VERSION", "ModuleInfo", "attach", "read_module"]
 def attach(module: ModuleType | Any) -> None:
     """Add one callable per attention to a module. Raises ImportError for a module of another call interface."""
     from afc.runtime.attention import Attention
+    from afc.runtime.late import after_torch
 
     info = read_module(module)
     for name in info.attentions:
         attention = Attention(module, info, name)
         setattr(module, name, attention)
-        if "torch" in sys.modules:
-            attention.prepare()
+        after_torch(attention.prepare)
     module.__doc__ = info.doc
     module.__all__ = list(info.attentions)

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from afc.runtime.describe import AttentionInfo, EntryInfo, ModuleInfo, ScalarInfo, TensorInfo, size_text, size_value
+from afc.runtime.loading import restore_attention
 
 MAX_POSITION = 2**30
 RESERVED = ("q_origin", "k_origin", "return_lse", "deterministic")
@@ -36,13 +37,12 @@ class Attention:
     def __repr__(self) -> str:
         return f"<attention {self.__module__}.{self.__name__}{self.__signature__}>"
 
-    def prepare(self) -> Attention:
-        """Register the torch operators now (the first call does it otherwise). Returns itself."""
+    def prepare(self) -> None:
+        """Register the torch operators. Happens by itself as soon as torch is imported."""
         if self.glue is None:
             from afc.runtime.torch_glue import TorchGlue
 
             self.glue = TorchGlue(self)
-        return self
 
     def __call__(
         self, q: Any, k: Any, v: Any, *, q_origin: int = 0, k_origin: int = 0, return_lse: bool = False,
@@ -51,6 +51,12 @@ class Attention:
         if self.glue is None:
             self.prepare()
         return self.glue(q, k, v, options, q_origin, k_origin, return_lse, deterministic)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        return self  # it holds nothing that could differ
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return restore_attention, (self.module.__file__, self.__name__)
 
     # ---- choices and checks, independent of the array library ------------------------------------------------------
 

@@ -188,13 +188,13 @@ class TorchGlue:
         threads = 1 if cuda else torch.get_num_threads()
         kinds = [s.type for s in self.attention.info.scalars]
         values = tuple(float(x) if kind == "float" else int(x) for x, kind in zip(scalars, kinds, strict=True))
-        workspace_bytes = self.module._afc_workspace(entry.index, backward, sizes, q_origin, k_origin, threads)
-        workspace = torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device) if workspace_bytes else None
-        pointer = 0 if workspace is None else (workspace.data_ptr() + 255) // 256 * 256
-        stream = torch.cuda.current_stream(q.device).cuda_stream if cuda else 0
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        workspace_bytes = self.module._afc_workspace(entry.index, backward, device, sizes, q_origin, k_origin, threads)
+        workspace = torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device) if workspace_bytes else None
+        pointer = 0 if workspace is None else (workspace.data_ptr() + 255) // 256 * 256
+        stream = torch.cuda.current_stream(q.device).cuda_stream if cuda else 0
         self.module._afc_run(entry.index, backward, DETERMINISTIC if deterministic else 0, device, sizes, tensors,
                              tuple(_captured_view(x) for x in captured), (), values, q_origin, k_origin, pointer,
                              workspace_bytes, stream, threads)

@@ -83,7 +83,11 @@ AFC_FN int check_captured(const afc_args &args, int captured) {
 }
 
 AFC_FN int check_workspace(const afc_args &args, int64_t needed) {
-  if (args.workspace_bytes < needed || args.workspace == nullptr) {
+  if (args.workspace == nullptr) {
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got a null pointer",
+                    static_cast<long long>(needed));
+  }
+  if (args.workspace_bytes < needed) {
     return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes for %d threads, got %lld",
                     static_cast<long long>(needed), args.threads,
                     static_cast<long long>(args.workspace_bytes));
@@ -95,6 +99,11 @@ AFC_FN int check_workspace(const afc_args &args, int64_t needed) {
   return AFC_OK;
 }
 
+AFC_FN int check_threads(const afc_args &args) {
+  if (args.threads >= 1) return AFC_OK;
+  return afc_fail(AFC_BAD_ARGUMENT, "threads: expected at least 1, got %d", args.threads);
+}
+
 // Where and how the call runs.
 AFC_FN int check_execution(const afc_args &args) {
   if (args.device != -1) {
@@ -103,9 +112,7 @@ AFC_FN int check_execution(const afc_args &args) {
   if (args.stream != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "stream: expected none on the CPU, got %p", args.stream);
   }
-  if (args.threads < 1) {
-    return afc_fail(AFC_BAD_ARGUMENT, "threads: expected at least 1, got %d", args.threads);
-  }
+  if (int status = check_threads(args)) return status;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
   }

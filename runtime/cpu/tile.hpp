@@ -97,10 +97,10 @@ template <class Real> AFC_FN void gather_lane(Real *row, const Real *panel, int 
   for (int c = 0; c < width; ++c) row[c] = panel[c * Panel<Real>::lanes + lane];
 }
 
+// ---- products -----------------------------------------------------------------
+
 // Not inlined: its register allocation must not depend on the caller.
 #define AFC_KERNEL __attribute__((noinline)) static
-
-// ---- products -----------------------------------------------------------------
 
 // S[rows][lanes] = Y[rows][depth] X^T[depth][lanes], rows rounded up to STREAM_ROWS.
 template <class Real>

@@ -21,14 +21,22 @@ struct Constant {
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr int WARP = 32;
 
-AFC_FN int lane_index() { return threadIdx.x % WARP; }
+// The thread's index, made to depend on the step of a loop (which is never negative) in a way that the compiler does not
+// see through. What is derived from it is computed in the loop, instead of being kept in registers, and spilled.
+AFC_FN uint32_t thread_in_step(int step) {
+  uint32_t zero;
+  asm("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(step));
+  return threadIdx.x + zero;
+}
+
+AFC_FN uint32_t lane_index() { return threadIdx.x % WARP; }
 
 // Uniform over the warp, and known to be by the compiler: addresses built on it stay in uniform registers.
-AFC_FN int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / WARP, 0); }
+AFC_FN uint32_t warp_index(uint32_t thread) { return __shfl_sync(0xffffffffu, thread / WARP, 0); }
 
 // Row (0..7; element 2 and 3 of an accumulator are 8 further down) and first column of a lane in a 16x8 accumulator.
-AFC_FN int fragment_row() { return lane_index() / 4; }
-AFC_FN int fragment_column() { return lane_index() % 4 * 2; }
+AFC_FN int fragment_row() { return static_cast<int>(lane_index() / 4); }
+AFC_FN int fragment_column() { return static_cast<int>(lane_index() % 4 * 2); }
 
 // Address of row `row` of (batch, head) of a tensor of 16-bit elements.
 AFC_FN unsigned char *row_address(const afc_tensor &tensor, int batch, int head, int64_t row) {

@@ -61,16 +61,16 @@ AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&
 }
 
 // acc += A B; depth = rows of B's tile, from the rows that b_blocks starts at. A in registers; B: column-major blocks,
-// transposed on load. Of B's column blocks the ones first_block, first_block + step, ... are used.
-template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+// transposed on load. Of B's column blocks the ones 0, STEP, 2 STEP, ... are used.
+template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
-                             const Blocks<TileB> &b_blocks, uint32_t b_base, int first_block = 0, int step = 1) {
+                             const Blocks<TileB> &b_blocks, uint32_t b_base) {
 #pragma unroll
   for (int k = 0; k < DEPTH_BLOCKS; ++k)
 #pragma unroll
     for (int c = 0; c < OCTETS / 2; ++c) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, first_block + c * step));
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
       multiply_block<E>(acc, a[k], b, c);
     }
 }
@@ -98,39 +98,37 @@ AFC_FN void round_to_operand(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
     }
 }
 
-// Writes operand A to a tile: depth block k becomes column block first_block + k.
+// Writes operand A to a tile: depth block k becomes column block first_block + k, as in Blocks::from_column_block.
 template <class Tile, int DEPTH_BLOCKS, int ROW_BLOCKS>
 AFC_FN void store_operand(unsigned char *tile, const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], int first_row,
                           int first_block) {
+  const Blocks<Tile> blocks = blocks_at<Tile>(first_row + fragment_row(), 0).from_column_block(first_block);
 #pragma unroll
   for (int k = 0; k < DEPTH_BLOCKS; ++k)
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = first_row + r * 16 + i % 2 * 8 + fragment_row();
-        const int column = (first_block + k) * 16 + i / 2 * 8 + fragment_column();
-        *reinterpret_cast<uint32_t *>(tile + Tile::offset(row, column)) = a[k][r][i];
+        const uint32_t left = blocks.address(0, r, k) + (i % 2 * 8 * Tile::ROW_BYTES + fragment_column() * 2);
+        *reinterpret_cast<uint32_t *>(tile + (i < 2 ? left : left ^ 16)) = a[k][r][i];
       }
 }
 
-// acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. Of A's
-// column blocks the ones from first_row_block on are the rows; of B's, first_block, first_block + step, ... are used as
-// far as they exist.
-template <class E, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+// acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. The rows
+// are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them.
+template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
-                                int first_row_block, const Blocks<TileB> &b_blocks, uint32_t b_base, int first_block,
-                                int step) {
+                                const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
 #pragma unroll
   for (int k = 0; k < TileA::ROWS / 16; ++k) {
     uint32_t a[ROW_BLOCKS][4];
 #pragma unroll
-    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4_trans(a[r], a_blocks.address(a_base, k, first_row_block + r));
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4_trans(a[r], a_blocks.address(a_base, k, r));
 #pragma unroll
     for (int c = 0; c < OCTETS / 2; ++c) {
-      if (first_block + c * step >= TileB::COLUMNS / 16) break;
+      if (c >= column_blocks) break;
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, first_block + c * step));
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
       multiply_block<E>(acc, a, b, c);
     }
   }

@@ -24,16 +24,20 @@ struct SharedTile {
   static constexpr int ROW_BYTES = COLUMNS * 2;
   static constexpr int BYTES = ROWS * ROW_BYTES;
 
-  AFC_FN static int swizzle(int row) { return row / (8 / SWIZZLED) % SWIZZLED; }
+  // Unsigned, so that division and remainder are shifts and masks.
+  AFC_FN static uint32_t swizzle(uint32_t row) { return row / (8 / SWIZZLED) % SWIZZLED; }
 
   // Byte offset of a chunk, and of a single element.
-  AFC_FN static int chunk_offset(int row, int chunk) { return row * ROW_BYTES + (chunk ^ swizzle(row)) * 16; }
-  AFC_FN static int offset(int row, int column) { return chunk_offset(row, column / 8) + column % 8 * 2; }
+  AFC_FN static uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
+    return row * ROW_BYTES + (chunk ^ swizzle(row)) * 16;
+  }
+  AFC_FN static uint32_t offset(uint32_t row, uint32_t column) {
+    return chunk_offset(row, column / 8) + column % 8 * 2;
+  }
 };
 
 // A lane's view of the 16x16 blocks of a tile, for ldmatrix.x4. With constant row_block and column_block an address is
-// one addition and one exclusive or, both shared by many blocks, and an immediate: the chunk bits that change places are
-// zero in `base` and in every row's offset, so they can be flipped after the addition. `base` is 128-byte aligned.
+// an exclusive or and an addition, both shared by many blocks, and an immediate.
 template <class Tile>
 struct Blocks {
   uint32_t lane;  // byte offset of the lane's row, and its chunk bits: half of the block, swizzle of the row
@@ -41,57 +45,62 @@ struct Blocks {
   AFC_FN uint32_t address(uint32_t base, int row_block, int column_block) const {
     const int chunk = column_block * 2;
     const int far = chunk / Tile::SWIZZLED * Tile::SWIZZLED, near = chunk % Tile::SWIZZLED;
-    return ((base + lane) ^ (near * 16)) + (row_block * 16 * Tile::ROW_BYTES + far * 16);
+    return base + (lane ^ (near * 16)) + (row_block * 16 * Tile::ROW_BYTES + far * 16);
+  }
+
+  // The view from a column block on that is known only at run time: column block c of the result is first + c of the
+  // tile. No c may share a binary digit with `first`; then both can be flipped into the address one after the other.
+  AFC_FN Blocks from_column_block(uint32_t first) const {
+    const uint32_t chunk = first * 2, near = chunk % Tile::SWIZZLED;
+    return {(lane ^ (near * 16)) + (chunk - near) * 16};
   }
 };
 
-// The address of a tile that stays in place, made to depend on the step of the loop (which is never negative). Without
-// this ptxas computes the addresses of all blocks before the loop, and spills them.
-AFC_FN uint32_t in_step(uint32_t base, int step) { return base + (step >> 31); }
-
 template <class Tile>
-AFC_FN Blocks<Tile> blocks_at(int row, int half) {
-  return {static_cast<uint32_t>(row * Tile::ROW_BYTES + (half ^ Tile::swizzle(row)) * 16)};
+AFC_FN Blocks<Tile> blocks_at(uint32_t row, uint32_t half) {
+  return {row * Tile::ROW_BYTES + (half ^ Tile::swizzle(row)) * 16};
 }
 
 // Block order (upper left, lower left, upper right, lower right): operand A read by rows; with .trans, operand B whose
 // depth runs along the rows of the tile (two column octets: registers 0, 1 and 2, 3).
 template <class Tile>
-AFC_FN Blocks<Tile> column_major_blocks(int first_row) {
-  const int lane = lane_index();
+AFC_FN Blocks<Tile> column_major_blocks(uint32_t first_row) {
+  const uint32_t lane = lane_index();
   return blocks_at<Tile>(first_row + lane % 16, lane / 16);
 }
 
 // Block order (upper left, upper right, lower left, lower right): operand B whose depth runs along the columns (two row
 // octets: registers 0, 1 and 2, 3); with .trans, operand A read by columns.
 template <class Tile>
-AFC_FN Blocks<Tile> row_major_blocks(int first_row) {
-  const int lane = lane_index();
+AFC_FN Blocks<Tile> row_major_blocks(uint32_t first_row) {
+  const uint32_t lane = lane_index();
   return blocks_at<Tile>(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // Starts the copy of rows from global memory; `source` is the address of the tile's first row, `stride` its row stride
-// in bytes. Rows from `valid_rows` on are zero and are not read, though an address is formed for them.
+// in bytes. Rows from `valid_rows` on are zero and are not read, though an address is formed for them. In a loop,
+// `thread` comes from thread_in_step().
 template <class Tile, int THREADS>
-AFC_FN void copy_rows_async(uint32_t base, const unsigned char *source, int64_t stride, int valid_rows) {
+AFC_FN void copy_rows_async(uint32_t base, const unsigned char *source, int64_t stride, int valid_rows, uint32_t thread) {
   constexpr int TOTAL = Tile::ROWS * Tile::CHUNKS;
   if constexpr (THREADS % Tile::CHUNKS == 0 && TOTAL % THREADS == 0) {
     constexpr int STEP = THREADS / Tile::CHUNKS;  // rows; every thread stays in its chunk column
-    const int row = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    const uint32_t row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
+    const int rows_left = valid_rows - static_cast<int>(row);
     const unsigned char *from = source + (row * stride + chunk * 16);
 #pragma unroll
     for (int step = 0; step < TOTAL / THREADS; ++step) {
-      ptx::cp_async_16(base + Tile::chunk_offset(row + step * STEP, chunk), from, row + step * STEP < valid_rows);
+      ptx::cp_async_16(base + Tile::chunk_offset(row + step * STEP, chunk), from, step * STEP < rows_left);
       from += STEP * stride;
     }
   } else {
 #pragma unroll
     for (int first = 0; first < TOTAL; first += THREADS) {
-      const int index = first + threadIdx.x;
+      const uint32_t index = first + thread;
       if (TOTAL % THREADS != 0 && index >= TOTAL) break;
-      const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+      const uint32_t row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
       const unsigned char *from = source + row * stride + chunk * 16;
-      ptx::cp_async_16(base + Tile::chunk_offset(row, chunk), from, row < valid_rows);
+      ptx::cp_async_16(base + Tile::chunk_offset(row, chunk), from, static_cast<int>(row) < valid_rows);
     }
   }
 }
@@ -101,10 +110,10 @@ template <class Tile, int THREADS>
 AFC_FN void store_rows(const unsigned char *tile, unsigned char *destination, int64_t stride, int valid_rows) {
 #pragma unroll
   for (int first = 0; first < Tile::ROWS * Tile::CHUNKS; first += THREADS) {
-    const int index = first + threadIdx.x;
+    const uint32_t index = first + threadIdx.x;
     if (Tile::ROWS * Tile::CHUNKS % THREADS != 0 && index >= Tile::ROWS * Tile::CHUNKS) break;
-    const int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
-    if (row < valid_rows) {
+    const uint32_t row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+    if (static_cast<int>(row) < valid_rows) {
       const uint4 value = *reinterpret_cast<const uint4 *>(tile + Tile::chunk_offset(row, chunk));
       *reinterpret_cast<uint4 *>(destination + row * stride + chunk * 16) = value;
     }

@@ -12,16 +12,18 @@ struct Walk {
   int first, full_first, full_last;  // tile indices; full tiles are [full_first, full_last)
   int partial_before, partial, count;
 
-  AFC_FN Walk(const Run &run, int size) {
+  AFC_FN static Walk of(const Run &run, int size) {
+    Walk walk;
     const bool empty = run.begin >= run.end;
     const int last = empty ? 0 : ceil_div(run.end, size);
-    first = empty ? 0 : run.begin / size;
-    full_first = max(ceil_div(run.full_begin, size), first);
-    full_last = min(run.full_end / size, last);
-    if (full_last <= full_first) full_first = full_last = last;
-    partial_before = full_first - first;
-    partial = partial_before + (last - full_last);
-    count = last - first;
+    walk.first = empty ? 0 : run.begin / size;
+    walk.full_first = max(ceil_div(run.full_begin, size), walk.first);
+    walk.full_last = min(run.full_end / size, last);
+    if (walk.full_last <= walk.full_first) walk.full_first = walk.full_last = last;
+    walk.partial_before = walk.full_first - walk.first;
+    walk.partial = walk.partial_before + (last - walk.full_last);
+    walk.count = last - walk.first;
+    return walk;
   }
 
   AFC_FN int tile(int step) const {
@@ -30,24 +32,31 @@ struct Walk {
   }
 };
 
-// The walk repeated for each of `members` heads: all partial tiles of all members, then all full ones.
+// The walk repeated for each of `members` heads: all partial tiles of all members, then all full ones. The position is
+// kept, not computed from the step: that would take a division.
 struct GroupWalk {
   Walk walk;
-  int partial, count;
+  int members, partial, count;
 
-  struct Step {
-    int member, tile;
+  struct Position {
+    int member, index;  // index: step of `walk`
   };
 
-  AFC_FN GroupWalk(const Run &run, int size, int members)
-      : walk(run, size), partial(walk.partial * members), count(walk.count * members) {}
-
-  AFC_FN Step at(int step) const {
-    const int first = step < partial ? 0 : walk.partial, index = step < partial ? step : step - partial;
-    const int width = step < partial ? walk.partial : walk.count - walk.partial;
-    const int member = index / width;
-    return {member, walk.tile(first + index - member * width)};
+  AFC_FN static GroupWalk of(const Run &run, int size, int members) {
+    const Walk walk = Walk::of(run, size);
+    return {walk, members, walk.partial * members, walk.count * members};
   }
+
+  AFC_FN static Position begin() { return {0, 0}; }
+
+  AFC_FN Position next(Position p) const {
+    const bool in_partial = p.index < walk.partial;
+    if (++p.index < (in_partial ? walk.partial : walk.count)) return p;
+    const bool last = ++p.member == members;
+    return {last ? 0 : p.member, in_partial && !last ? 0 : walk.partial};
+  }
+
+  AFC_FN int tile(const Position &p) const { return walk.tile(p.index); }
 };
 
 struct WorkItem {

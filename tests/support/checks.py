@@ -79,12 +79,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def compare(call: Callable[..., Any], variant: Variant, q: Tensor, k: Tensor, v: Tensor, extras: dict[str, Any],
             with_dlse: bool = True) -> dict[str, tuple[float, float]]:
-    """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus its epsilon.
-
-    In float64 the reference has the yardstick's own error, so the floor is the bound of a sum of Dqk + N products. The
-    backward pass recomputes P = exp(s - LSE) from an LSE that was rounded once, a relative error of eps |LSE| / 2, and
-    subtracts delta from dP, where each carries an error of eps in the compute type.
-    """
+    """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus a floor."""
     dtype = q.dtype
     shape = (*q.shape[:3], v.shape[3])
     do = torch.randn(shape, dtype=torch.float64).to(q.device, dtype)
@@ -94,16 +89,33 @@ def compare(call: Callable[..., Any], variant: Variant, q: Tensor, k: Tensor, v:
     yard = run(variant.reference, q, k, v, do, dlse, extras)
     poison(q.device.type)
     ours = run(lambda *a, **x: call(*a, **x, return_lse=True), q, k, v, do, dlse, extras)
-    floor = torch.finfo(dtype).eps * ((q.shape[3] + k.shape[2]) if dtype is torch.float64 else 1)
-    lse_eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
-    largest = torch.nan_to_num(truth.lse, neginf=0.0).abs().amax().item() if truth.lse.numel() else 0.0
-    gradient_floor = lse_eps * (0.5 * largest + 2)
+    floors = _floors(q, k, v, do, truth)
     found = {}
     for name in ("o", "lse", "dq", "dk", "dv"):
         want = getattr(truth, name)
-        allowed = 2 * relative(getattr(yard, name), want) + floor + (gradient_floor if name.startswith("d") else 0.0)
-        found[name] = (relative(getattr(ours, name), want), allowed)
+        found[name] = (relative(getattr(ours, name), want), 2 * relative(getattr(yard, name), want) + floors[name])
     return found
+
+
+def _floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, truth: Outcome) -> dict[str, float]:
+    """Relative errors that the algorithm itself may have, whatever luck the yardstick had.
+
+    o: one rounding to the dtype (in float64, where reference and yardstick are one: the bound of a sum of Dqk + N
+    products). LSE: the roundings of maximum, product, logarithm and sum. Gradients: P = exp(s - LSE) from an LSE rounded
+    once has relative error eps |LSE| / 2, and dP - delta carries an error of eps of each, |dP_ij| <= |dO_i| |V_j|, which
+    reaches dQ through |K| and dK through |Q|.
+    """
+    dtype = q.dtype
+    double = dtype is torch.float64
+    eps = torch.finfo(torch.float64 if double else torch.float32).eps
+    own = torch.finfo(dtype).eps * ((q.shape[3] + k.shape[2]) if double else 1)
+    largest = torch.nan_to_num(truth.lse, neginf=0.0).abs().amax().item() if truth.lse.numel() else 0.0
+    product = eps * (2 + 0.5 * largest)
+    rows = {n: x.double().norm(dim=-1).amax().item() if x.numel() else 0.0 for n, x in (("q", q), ("k", k), ("v", v))}
+    size = do.double().norm().item() * rows["v"] * float(q.shape[3]) ** -0.5
+    reach = {"dq": size * rows["k"], "dk": size * rows["q"], "dv": do.double().norm().item()}
+    gradient = {n: own + product * max(1.0, x / max(getattr(truth, n).norm().item(), 1e-300)) for n, x in reach.items()}
+    return {"o": own, "lse": 4 * eps + (own if double else 0.0), **gradient}
 
 
 def failures(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tile primitives and elementary functions, compiled alone and compared with NumPy in wider precision."""
+"""The CPU tile primitives and elementary functions, compiled alone, against NumPy in wider precision."""
 
 from __future__ import annotations
 
@@ -14,51 +14,54 @@ import numpy as np
 import pytest
 
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
-FLAGS = "-std=c++17 -O3 -march=x86-64-v3 -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared -Wall -Wextra -Werror"
+TARGET = "-std=c++17 -O3 -march=x86-64-v3 -fopenmp -fno-math-errno -fno-trapping-math"
+FLAGS = f"{TARGET} -fPIC -shared -Wall -Wextra -Werror"
 
 SOURCE = r"""
 #include "cpu/softmax.hpp"
 #include "cpu/walk.hpp"
 
-#define FUNCTION(NAME, CALL, T, SUFFIX)                                        \
-  void NAME##_##SUFFIX(const T *__restrict x, T *__restrict y, int count) {    \
-    _Pragma("omp simd") for (int k = 0; k < count; ++k) y[k] = afc::CALL(x[k]); \
+#define FUNCTION(NAME, T, SUFFIX)                                               \
+  void NAME##_##SUFFIX(const T *__restrict x, T *__restrict y, int count) {     \
+    _Pragma("omp simd") for (int k = 0; k < count; ++k) y[k] = afc::NAME(x[k]); \
   }
-#define BOTH(NAME, CALL) FUNCTION(NAME, CALL, float, float32) FUNCTION(NAME, CALL, double, float64)
+#define BOTH(NAME) FUNCTION(NAME, float, float32) FUNCTION(NAME, double, float64)
 
-#define TILES(T, SUFFIX)                                                                                            \
-  int lanes_##SUFFIX() { return afc::Panel<T>::lanes; }                                                             \
-  void multiply_##SUFFIX(T *S, const T *Y, int pitch, const T *X, int rows, int depth) {                            \
-    afc::multiply(S, Y, pitch, X, rows, depth);                                                                     \
-  }                                                                                                                 \
-  void accumulate_##SUFFIX(T *C, const T *rescale, const T *Y, int pitch, const T *S, int rows, int width) {        \
-    afc::accumulate(C, rescale, Y, pitch, S, rows, width);                                                          \
-  }                                                                                                                 \
-  void load_tile_##SUFFIX(T *tile, int pitch, const T *from, int64_t row_stride, int64_t column_stride, int first,  \
-                          int count, int width) {                                                                   \
-    afc::load_tile(tile, pitch, afc::Matrix<const T>{from, row_stride, column_stride}, first, count, width);        \
-  }                                                                                                                 \
-  void load_panels_##SUFFIX(T *panels, T *row, const T *from, int64_t row_stride, int first, int count, int width) { \
-    afc::load_panels(panels, row, afc::Matrix<const T>{from, row_stride, 1}, first, count, width);                  \
-  }                                                                                                                 \
-  void online_softmax_##SUFFIX(T *X, int rows, T scale, T *maximum, T *sum, T *rescale) {                           \
-    afc::online_softmax(X, rows, scale, maximum, sum, rescale);                                                     \
+#define TILES(T, SUFFIX)                                                                                    \
+  int lanes_##SUFFIX() { return afc::Panel<T>::lanes; }                                                     \
+  void multiply_##SUFFIX(T *S, const T *Y, int pitch, const T *X, int rows, int depth) {                    \
+    afc::multiply(S, Y, pitch, X, rows, depth);                                                             \
+  }                                                                                                         \
+  void accumulate_##SUFFIX(T *C, const T *rescale, const T *Y, int pitch, const T *S, int rows,             \
+                           int width) {                                                                     \
+    afc::accumulate(C, rescale, Y, pitch, S, rows, width);                                                  \
+  }                                                                                                         \
+  void load_tile_##SUFFIX(T *tile, int pitch, const T *from, int64_t row_stride, int64_t column_stride,     \
+                          int first, int count, int width) {                                                \
+    const afc::Matrix<const T> rows{from, row_stride, column_stride};                                       \
+    afc::load_tile(tile, pitch, rows, first, count, width);                                                 \
+  }                                                                                                         \
+  void load_panels_##SUFFIX(T *panels, T *row, const T *from, int64_t row_stride, int first, int count,     \
+                            int width) {                                                                    \
+    afc::load_panels(panels, row, afc::Matrix<const T>{from, row_stride, 1}, first, count, width);          \
+  }                                                                                                         \
+  void online_softmax_##SUFFIX(T *X, int rows, T scale, T *maximum, T *sum, T *rescale) {                   \
+    afc::online_softmax(X, rows, scale, maximum, sum, rescale);                                             \
   }
 
-#define STORAGE(TYPE)                                                                                             \
-  void load_##TYPE(float *to, const afc::TYPE *from, int count) { afc::load_row(to, from, count); }               \
-  void store_##TYPE(afc::TYPE *to, const float *from, int count) { afc::store_row(to, from, count); }             \
-  void round_##TYPE(float *row, int count) { afc::round_row<afc::TYPE>(row, count); }                             \
-  void convert_##TYPE(afc::TYPE *to, const float *from, int count) {                                              \
-    for (int k = 0; k < count; ++k) afc::convert(from[k], &to[k]);                                                \
-  }                                                                                                               \
-  void widen_##TYPE(float *to, const afc::TYPE *from, int count) {                                                \
-    for (int k = 0; k < count; ++k) to[k] = afc::to_real(from[k]);                                                \
+#define STORAGE(TYPE)                                                                                       \
+  void load_##TYPE(float *to, const afc::TYPE *from, int count) { afc::load_row(to, from, count); }         \
+  void store_##TYPE(afc::TYPE *to, const float *from, int count) { afc::store_row(to, from, count); }       \
+  void round_##TYPE(float *row, int count) { afc::round_row<afc::TYPE>(row, count); }                       \
+  void convert_##TYPE(afc::TYPE *to, const float *from, int count) {                                        \
+    for (int k = 0; k < count; ++k) afc::convert(from[k], &to[k]);                                          \
+  }                                                                                                         \
+  void widen_##TYPE(float *to, const afc::TYPE *from, int count) {                                          \
+    for (int k = 0; k < count; ++k) to[k] = afc::to_real(from[k]);                                          \
   }
 
 extern "C" {
-BOTH(exp, exp) BOTH(exp2, exp2) BOTH(exp2_weight, exp2_weight) BOTH(log, log) BOTH(tanh, tanh) BOTH(sigmoid, sigmoid)
-BOTH(sin, sin) BOTH(cos, cos) BOTH(rsqrt, rsqrt)
+BOTH(exp) BOTH(exp2) BOTH(exp2_weight) BOTH(log) BOTH(tanh) BOTH(sigmoid) BOTH(sin) BOTH(cos) BOTH(rsqrt)
 TILES(float, float32) TILES(double, float64)
 STORAGE(bfloat16) STORAGE(float16)
 
@@ -78,7 +81,8 @@ void selections(const double *x, double *result) {
   result[1] = afc::min(x[0], x[1]);
 }
 
-void read_captured(void *data, int dtype, int64_t rows, int64_t columns, int64_t r, int64_t c, double *result) {
+void read_captured(void *data, int dtype, int64_t rows, int64_t columns, int64_t r, int64_t c,
+                   double *result) {
   afc_captured tensor{data, dtype, 2, {rows, columns, 0, 0}, {columns, 1, 0, 0}};
   result[0] = afc::read<double>(tensor, r, c);
   result[1] = double(afc::read<int64_t>(tensor, r, c));
@@ -94,7 +98,8 @@ int walk(int begin, int full_begin, int full_end, int end, int tile, int *visite
 }
 
 void count_tasks(int threads, int64_t tasks, int *visits) {
-  afc::parallel_for(threads, tasks, [&](int64_t task, int thread) { visits[task] += thread < threads ? 1 : 1000; });
+  afc::parallel_for(threads, tasks,
+                    [&](int64_t task, int thread) { visits[task] += thread < threads ? 1 : 1000; });
 }
 }
 """
@@ -123,7 +128,7 @@ def aligned(shape: tuple[int, ...], dtype: Any, fill: float = np.nan) -> np.ndar
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    array = raw[start : start + size].view(dtype).reshape(shape)
+    array: np.ndarray[Any, Any] = raw[start : start + size].view(dtype).reshape(shape)
     array[...] = fill
     return array
 
@@ -149,7 +154,19 @@ def sweep(dtype: str, low: float, high: float) -> np.ndarray[Any, Any]:
     """Numbers over [low, high], dense near zero, with the special ones."""
     rng = np.random.default_rng(7)
     near_zero = rng.standard_normal(20000) * 10.0 ** rng.uniform(-30, 0, 20000)
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, low, high, np.finfo(dtype).tiny, -np.finfo(dtype).tiny]
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1.0,
+        -1.0,
+        low,
+        high,
+        np.finfo(dtype).tiny,
+        -np.finfo(dtype).tiny,
+    ]
     return np.concatenate([rng.uniform(low, high, 100000), near_zero, special]).astype(dtype)
 
 
@@ -186,7 +203,7 @@ def test_logarithm_of_subnormal_and_large_numbers(library: ctypes.CDLL, dtype: s
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weight_is_exact_in_kind(library: ctypes.CDLL, dtype: str) -> None:
-    """Masked scores have weight 0, the maximum weight 1, NaN stays NaN; elsewhere as exp2, or 0 instead of a subnormal."""
+    """A masked score has weight 0, the maximum 1, NaN stays NaN; else as exp2, or 0 for a subnormal."""
     lowest = float(np.finfo(dtype).minexp)
     special = np.array([-np.inf, -1e30, lowest - 1, 0.0, -0.0, np.nan], dtype)
     assert np.array_equal(apply(library, "exp2_weight", special), [0, 0, 0, 1, 1, np.nan], equal_nan=True)
@@ -202,10 +219,17 @@ def bfloat16_bits(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.where(np.isnan(x), up | 0x40, rounded).astype(np.uint16)
 
 
+def widened(bits: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Patterns of 16 bits as float32."""
+    if kind == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_every_16_bit_number_goes_there_and_back(library: ctypes.CDLL, kind: str) -> None:
     bits = np.arange(65536, dtype=np.uint16)
-    exact = bits.view(np.float16).astype(np.float32) if kind == "float16" else (bits.astype(np.uint32) << 16).view(np.float32)
+    exact = widened(bits, kind)
     wide, scalar, back = np.empty(65536, np.float32), np.empty(65536, np.float32), np.empty(65536, np.uint16)
     library[f"load_{kind}"](pointer(wide), pointer(bits), 65536)
     library[f"widen_{kind}"](pointer(scalar), pointer(bits), 65536)
@@ -228,7 +252,7 @@ def test_rounding_to_16_bits_is_to_nearest_even(library: ctypes.CDLL, kind: str)
         stored = np.zeros(x.size, np.uint16)
         library[f"{name}_{kind}"](pointer(stored), pointer(x), x.size)
         assert np.array_equal(stored[number], exact[number]), name
-    wide = exact.view(np.float16).astype(np.float32) if kind == "float16" else (exact.astype(np.uint32) << 16).view(np.float32)
+    wide = widened(exact, kind)
     rounded = x.copy()
     library[f"round_{kind}"](pointer(rounded), x.size)
     assert np.array_equal(rounded[number], wide[number]) and np.isnan(rounded[~number]).all()
@@ -250,7 +274,8 @@ def test_products(library: ctypes.CDLL, dtype: str, rows: int, depth: int) -> No
     S = aligned((padded(rows), lanes), dtype)
     library[f"multiply_{dtype}"](pointer(S), pointer(Y), width, pointer(X), rows, depth)
     tolerance = 64 * depth**0.5 * np.finfo(dtype).eps
-    np.testing.assert_allclose(S[:rows], Y[:rows, :depth].astype(float) @ X.astype(float), atol=tolerance, rtol=0)
+    product = Y[:rows, :depth].astype(float) @ X.astype(float)
+    np.testing.assert_allclose(S[:rows], product, atol=tolerance, rtol=0)
 
     S[rows:] = np.nan
     C, rescale = aligned((width, lanes), dtype), aligned((lanes,), dtype)
@@ -282,7 +307,8 @@ def test_panels_are_transposed_and_end_in_zeros(library: ctypes.CDLL, dtype: str
     memory = np.full((count + 4, 6), np.nan, dtype)
     memory[2 : 2 + count, :width] = np.random.default_rng(0).standard_normal((count, width))
     panels, row = aligned((2, width, lanes), dtype), np.empty(width, dtype)
-    library[f"load_panels_{dtype}"](pointer(panels), pointer(row), pointer(memory), ctypes.c_int64(6), 2, count, width)
+    load = library[f"load_panels_{dtype}"]
+    load(pointer(panels), pointer(row), pointer(memory), ctypes.c_int64(6), 2, count, width)
     expected = np.zeros((2 * lanes, width), dtype)
     expected[:count] = memory[2 : 2 + count, :width]
     assert np.array_equal(panels.transpose(0, 2, 1).reshape(2 * lanes, width), expected)
@@ -290,7 +316,7 @@ def test_panels_are_transposed_and_end_in_zeros(library: ctypes.CDLL, dtype: str
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_online_softmax_over_tiles(library: ctypes.CDLL, dtype: str) -> None:
-    """Maximum, sum and rescaling over tiles; a lane may be masked in its first tiles, in all, or hold -inf scores."""
+    """Maximum, sum and rescaling; a lane may be masked in its first tiles, in all, or hold -inf scores."""
     rng = np.random.default_rng(11)
     lanes, rows, scale = library[f"lanes_{dtype}"](), 13, 0.7
     real = ctypes.c_float if dtype == "float32" else ctypes.c_double
@@ -301,15 +327,17 @@ def test_online_softmax_over_tiles(library: ctypes.CDLL, dtype: str) -> None:
     for x in X:
         tile = aligned(x.shape, dtype)
         tile[...] = x
-        library[f"online_softmax_{dtype}"](pointer(tile), rows, real(scale), pointer(maximum), pointer(total), pointer(rescale))
+        state = (pointer(maximum), pointer(total), pointer(rescale))
+        library[f"online_softmax_{dtype}"](pointer(tile), rows, real(scale), *state)
         weighted = weighted * rescale + (tile * np.arange(rows)[:, None]).sum(0)
     flat = X.reshape(-1, lanes).astype(float)
     top = flat.max(0)
     weights = np.exp2(scale * (flat - np.where(np.isinf(top), 0, top)))
-    tolerance = 100 * np.finfo(dtype).eps
+    tolerance = 100 * float(np.finfo(dtype).eps)
     assert np.array_equal(maximum, top)
     np.testing.assert_allclose(total, weights.sum(0), rtol=tolerance)
-    np.testing.assert_allclose(weighted, (weights * np.tile(np.arange(rows), 4)[:, None]).sum(0), rtol=tolerance)
+    weights *= np.tile(np.arange(rows), 4)[:, None]
+    np.testing.assert_allclose(weighted, weights.sum(0), rtol=tolerance)
     assert total[0] == 0 and weighted[0] == 0
 
 
@@ -322,28 +350,34 @@ def test_integer_functions(library: ctypes.CDLL, a: int, b: int) -> None:
 
 def test_maximum_and_minimum_propagate_nan(library: ctypes.CDLL) -> None:
     result = np.empty(2)
-    for pair in ([1.0, 2.0], [2.0, 1.0], [np.nan, 1.0], [1.0, np.nan], [-np.inf, np.inf]):
-        library.selections(pointer(np.array(pair)), pointer(result))
-        assert np.array_equal(result, [np.maximum(*pair), np.minimum(*pair)], equal_nan=True)
+    for a, b in ((1.0, 2.0), (2.0, 1.0), (np.nan, 1.0), (1.0, np.nan), (-np.inf, np.inf)):
+        library.selections(pointer(np.array([a, b])), pointer(result))
+        assert np.array_equal(result, [np.maximum(a, b), np.minimum(a, b)], equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("code", "dtype"), [(0, "bool"), (1, "int32"), (2, "int64"), (3, "float16"), (5, "float32"), (6, "float64")]
-)
+DTYPES = [(0, "bool"), (1, "int32"), (2, "int64"), (3, "float16"), (5, "float32"), (6, "float64")]
+
+
+@pytest.mark.parametrize(("code", "dtype"), DTYPES)
 def test_captured_tensor_is_never_read_outside(library: ctypes.CDLL, code: int, dtype: str) -> None:
     data = np.array([[1, 0, 1], [0, 1, 1]]).astype(dtype)
     result = np.empty(3)
     for r, c in ((0, 0), (1, 2), (0, 1)):
-        library.read_captured(pointer(data), code, *(ctypes.c_int64(v) for v in (2, 3, r, c)), pointer(result))
+        library.read_captured(pointer(data), code, *map(ctypes.c_int64, (2, 3, r, c)), pointer(result))
         assert result.tolist() == [data[r, c]] * 3
     for r, c in ((-1, 0), (2, 0), (0, 3), (0, -1), (2**40, 0)):
-        library.read_captured(pointer(data), code, *(ctypes.c_int64(v) for v in (2, 3, r, c)), pointer(result))
+        library.read_captured(pointer(data), code, *map(ctypes.c_int64, (2, 3, r, c)), pointer(result))
         assert np.isnan(result[0]) and result[1:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("run", [(0, 0, 100, 100), (3, 17, 81, 97), (5, 5, 5, 5), (2, 2, 2, 40), (9, 40, 40, 40)])
+RUNS = [(0, 0, 100, 100), (3, 17, 81, 97), (5, 5, 5, 5), (2, 2, 2, 40), (9, 40, 40, 40)]
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("tile", [4, 32, 128])
-def test_walk_visits_every_index_once(library: ctypes.CDLL, run: tuple[int, int, int, int], tile: int) -> None:
+def test_walk_visits_every_index_once(
+    library: ctypes.CDLL, run: tuple[int, int, int, int], tile: int
+) -> None:
     """Indices of [begin, end) once each, the full ones in full pieces, those that need a test before them."""
     visited = np.zeros((200, 3), np.int32)
     pieces = visited[: library.walk(*run, tile, pointer(visited))].tolist()
