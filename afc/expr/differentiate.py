@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var
 from afc.expr.operators import OPERATORS, add, mul, select
@@ -52,10 +52,10 @@ def _push(expr: Expr, adjoint: Expr, adjoints: dict[str, Expr]) -> None:
         return
     match expr:
         case Var(name=name):
-            adjoints[name] = add(adjoints[name], adjoint) if name in adjoints else adjoint
+            _add(name, adjoint, adjoints)
         case Op(name="select", args=(condition, a, b)):
-            _push(a, simplify(select(condition, adjoint, ZERO)), adjoints)
-            _push(b, simplify(select(condition, ZERO, adjoint)), adjoints)
+            _push_branch(a, adjoint, adjoints, lambda value: select(condition, value, ZERO))
+            _push_branch(b, adjoint, adjoints, lambda value: select(condition, ZERO, value))
         case Op(name=name, args=args):
             row = OPERATORS[name]
             if row.partials is None:
@@ -65,6 +65,18 @@ def _push(expr: Expr, adjoint: Expr, adjoints: dict[str, Expr]) -> None:
                     _push(argument, simplify(mul(adjoint, partial)), adjoints)
         case Const() | Load():
             return
+
+
+def _add(name: str, adjoint: Expr, adjoints: dict[str, Expr]) -> None:
+    adjoints[name] = add(adjoints[name], adjoint) if name in adjoints else adjoint
+
+
+def _push_branch(expr: Expr, adjoint: Expr, adjoints: dict[str, Expr], guard: Callable[[Expr], Expr]) -> None:
+    """Derivatives inside a branch are guarded as a whole: 0 times the NaN of a branch not taken would be NaN."""
+    inside: dict[str, Expr] = {}
+    _push(expr, adjoint, inside)
+    for name, value in inside.items():
+        _add(name, simplify(guard(value)), adjoints)
 
 
 def _reaches(expr: Expr) -> bool:

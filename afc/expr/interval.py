@@ -78,6 +78,10 @@ def _exp(a: Interval) -> Interval:
     return Interval(math.exp(min(a.lo, 709)) if a.lo > -745 else 0.0, math.exp(a.hi) if a.hi < 709 else math.inf)
 
 
+def _trunc(x: float) -> float:
+    return x if math.isinf(x) else math.trunc(x)
+
+
 def _abs(a: Interval) -> Interval:
     return Interval(0 if a.lo <= 0 <= a.hi else min(abs(a.lo), abs(a.hi)), max(abs(a.lo), abs(a.hi)))
 
@@ -101,6 +105,6 @@ RULES: dict[str, Callable[..., Interval]] = {
     "sin": lambda a: Interval(-1, 1),
     "cos": lambda a: Interval(-1, 1),
     "to_float": lambda a: a,
-    "to_int": lambda a: a,
+    "to_int": lambda a: Interval(_trunc(a.lo), _trunc(a.hi)),
     "select": lambda c, a, b: Interval(min(a.lo, b.lo), max(a.hi, b.hi)),
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from afc.errors import Diagnostic, SourceError, UsageError
+from afc.errors import Diagnostic, SourceError, Span, UsageError
 from afc.frontend import normalizers
 from afc.frontend.attention import AttentionChecker
 from afc.frontend.blocks import Blocks
@@ -35,6 +35,13 @@ def check_text(text: str, path: str = "<text>", root: Path | None = None) -> Che
     `path` is the name used in messages and in emitted text; `root` is the folder that imports start from.
     Raises SourceError with every mistake found.
     """
+    try:
+        return _check(text, path, root)
+    except RecursionError:
+        raise SourceError.of("E0005", "an expression is nested too deeply", Span(path, 1, 1, 1, 1)) from None
+
+
+def _check(text: str, path: str, root: Path | None) -> Checked:
     file = parse(text, path)
     report = Report()
     library = gather(file, report, root)

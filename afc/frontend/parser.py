@@ -36,14 +36,13 @@ def _parser() -> Lark:
 def parse(text: str, path: str) -> ast.File:
     """Parse a file's text; `path` is only a name for messages.
 
-    Raises SourceError (E0001 unexpected character, E0002 unexpected token, E0003 unfinished, E0004 edition).
+    Raises SourceError (E0001 unexpected character, E0002 unexpected token, E0003 unfinished, E0004 edition);
+    RecursionError for an expression nested thousands deep.
     """
     try:
         tree = _parser().parse(text)
     except UnexpectedInput as error:
         raise _syntax_error(error, text, path) from None
-    except RecursionError:
-        raise SourceError.of("E0005", "the expression is nested too deeply to parse", Span(path, 1, 1, 1, 1)) from None
     return _Builder(text, path).file(tree)
 
 

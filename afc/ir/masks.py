@@ -41,8 +41,14 @@ class Run:
     full_end: int
     end: int
 
-    def tiles(self, size: int) -> list[tuple[int, bool]]:
-        """(tile, full) of every visited tile of `size` indices: partial tiles first, then full ones."""
+    def tiles(self, size: int) -> list[tuple[slice, bool]]:
+        """(range, full) of every visited tile of an aligned grid of `size` indices: partial tiles first, then full ones."""
         visited = range(self.begin // size, -(-self.end // size)) if self.end > self.begin else range(0)
-        kinds = [(t, t * size >= self.full_begin and (t + 1) * size <= self.full_end) for t in visited]
-        return sorted(kinds, key=lambda kind: kind[1])
+        found = [(slice(t * size, (t + 1) * size), t * size >= self.full_begin and (t + 1) * size <= self.full_end) for t in visited]
+        return sorted(found, key=lambda piece: piece[1])
+
+    def pieces(self, size: int) -> list[tuple[slice, bool]]:
+        """(range, full) of pieces of at most `size` indices that start where the run starts and never straddle the border
+        between its partial and its full part: what a target does whose tiles need not be aligned."""
+        segments = ((self.begin, self.full_begin, False), (self.full_end, self.end, False), (self.full_begin, self.full_end, True))
+        return [(slice(at, min(at + size, last)), full) for first, last, full in segments for at in range(first, last, size)]

@@ -162,11 +162,13 @@ class Tile:
 class Walk:
     """The inner loop of a kernel: for a tile of one axis, the runs of the other, partial tiles before full ones.
 
-    `over_group`: the loop also visits every query head of the tile's key head.
+    `over_group`: the loop also visits every query head of the tile's key head. `aligned`: tiles lie on a grid
+    (`Run.tiles`), so a ragged last tile is partial; otherwise they start where the run starts (`Run.pieces`).
     """
 
     axis: Axis
     over_group: bool = False
+    aligned: bool = True
 
 
 @dataclass(frozen=True)

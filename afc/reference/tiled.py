@@ -129,8 +129,7 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
         run, size = _walk(kernel, memory, section)
         for member in range(memory.group if kernel.walk.over_group else 1):
             work.h = work.h if queries else head * memory.group + member
-            for index, full in run.tiles(size):
-                other = slice(index * size, (index + 1) * size)
+            for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
                 work.partial = not full
                 work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
                 _ops(kernel.body, work, memory)

@@ -113,8 +113,12 @@ class Attention:
             if tensor.name not in options:
                 raise TypeError(f"{self.__name__}: missing argument `{tensor.name}` (a {tensor.type} tensor {_shape_text(tensor)})")
 
-    def check_captured(self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]) -> None:
-        """Check a captured tensor's shape; a plain capitalised size that is not known yet is bound to it."""
+    def check_captured(self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]) -> tuple[int, ...]:
+        """Check a captured tensor's shape; a plain capitalised size that is not known yet is bound to it.
+
+        Returns the shape that the kernels see: dimensions of size 1 that may broadcast are expanded.
+        """
+        full = []
         if len(shape) != len(info.shape):
             raise self.fail(ValueError, info.name, f"shape {_shape_text(info)}", f"{len(shape)} dimensions, {tuple(shape)}")
         for axis, (size, broadcast) in enumerate(info.shape):
@@ -122,8 +126,10 @@ class Attention:
             if isinstance(size, str) and size not in known and not (broadcast and got == 1):
                 known[size] = got
             wanted = size_value(size, known)
+            full.append(got if wanted is None else wanted)
             if wanted is not None and got != wanted and not (broadcast and got == 1):
                 raise self.fail(ValueError, info.name, f"shape {_shape_text(info)} with {size_text(size)} = {wanted}", str(tuple(shape)))
+        return tuple(full)
 
 
 def _shape_text(info: TensorInfo) -> str:

@@ -167,8 +167,7 @@ class TorchGlue:
             if x.requires_grad and torch.is_grad_enabled():
                 raise self.attention.fail(ValueError, info.name, "a tensor without requires_grad (its parameter is not declared `grad`)",
                                           "one that requires a gradient")
-            self.attention.check_captured(info, tuple(x.shape), known)
-            tensors.append(x)
+            tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
         return tensors
 
     def check_mode(self, entry: EntryInfo, q_origin: Any, k_origin: Any, deterministic: bool) -> None:

@@ -126,7 +126,8 @@ def _cpu(program: Program, storage: str) -> LaunchPlan:
     scale = meaning.gradient_scale
 
     def launch(kernel: TiledKernel, *after: str) -> Launch:
-        return Launch(replace(kernel, binding=binding), after)
+        walk = None if kernel.walk is None else replace(kernel.walk, aligned=False)
+        return Launch(replace(kernel, binding=binding, walk=walk), after)
 
     rotate = (launch(ops.rotate(f"{prefix}_rotate", tiles.rows)),) if rotates else ()
     first = (f"{prefix}_rotate",) if rotates else ()

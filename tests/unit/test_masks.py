@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mask plans: bounds are sound for random masks, exact for the common ones, and the same in Python and in C++."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from afc import paths
+from afc.expr.evaluate import evaluate_formula
+from afc.frontend import check_text
+from afc.ir.masks import MaskPlan, Run
+from afc.ir.program import Program
+from afc.masks import derive, key_run, query_run
+
+TILE = 8
+
+
+def plan_of(body: str, parameters: str = "") -> tuple[Program, MaskPlan]:
+    text = f"mask f(i, j, m, n; {parameters or 'unused: int = 0'}) = {body}\n"
+    options = "; ".join(["s", *([", ".join(p.split(":")[0] for p in parameters.split(", "))] if parameters else [])])
+    checked = check_text(text + f"attention a(q, k, v{'; ' + parameters if parameters else ''}) = softmax(f({options.replace('s', 'dot(q, k)', 1)})) @ v\n")
+    program = checked.programs[0]
+    return program, derive(s.formula for s in program.masks)
+
+
+def kept(program: Program, sizes: dict[str, int]) -> np.ndarray:
+    m, n = np.arange(sizes["M"])[:, None], np.arange(sizes["N"])[None]
+    env = {**sizes, "m": m, "n": n, "i": m + sizes["q_origin"], "j": n + sizes["k_origin"], "b": 0, "h": 0, "B": 1, "H": 1, "Hk": 1}
+    value = np.ones((sizes["M"], sizes["N"]), bool)
+    for step in program.masks:
+        value &= evaluate_formula(step.formula, env)[0]
+    return value
+
+
+def check_sound(run: Run, rows: np.ndarray, what: str) -> None:
+    """`rows`: what is kept, [range of one axis, whole other axis]."""
+    assert 0 <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], what
+    assert not rows[:, : run.begin].any() and not rows[:, run.end :].any(), f"{what}: a kept element outside {run}"
+    assert rows[:, run.full_begin : run.full_end].all(), f"{what}: a removed element inside the full part of {run}"
+
+
+def check_plan(program: Program, plan: MaskPlan, sizes: dict[str, int]) -> None:
+    keep = kept(program, sizes)
+    for first in range(0, sizes["M"], TILE):
+        last = min(first + TILE, sizes["M"]) - 1
+        check_sound(key_run(plan, first, last, sizes), keep[first : last + 1], f"queries {first}..{last}")
+    for first in range(0, sizes["N"], TILE):
+        last = min(first + TILE, sizes["N"]) - 1
+        check_sound(query_run(plan, first, last, sizes), keep[:, first : last + 1].T, f"keys {first}..{last}")
+
+
+def sizes_of(generator: random.Random, **scalars: int) -> dict[str, int]:
+    return {"M": generator.randint(1, 40), "N": generator.randint(1, 40), "q_origin": generator.randint(-20, 40),
+            "k_origin": generator.randint(-20, 20), **scalars}  # fmt: skip
+
+
+COMMON = {
+    "causal": "j <= i",
+    "window": "abs(i - j) < 5",
+    "causal window": "j <= i and abs(i - j) < 5",
+    "one sided": "i - j < 7 and i >= j",
+    "shifted": "j + 3 <= i",
+    "band from both sides": "-4 <= i - j <= 9",
+    "anti diagonal": "i + j < 30",
+    "last keys": "j >= 5",
+    "not the future": "not (j > i)",
+    "by index": "n <= m",
+    "lengths": "n < N - 3",
+    "diagonal": "i == j",
+    "negated union": "not (j > i or i - j >= 6)",
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_masks_are_decided_by_bounds(name: str) -> None:
+    program, plan = plan_of(COMMON[name])
+    assert not plan.residual and plan.bounds
+    generator = random.Random(1)
+    for _ in range(25):
+        sizes = sizes_of(generator)
+        check_plan(program, plan, sizes)
+        keep = kept(program, sizes)
+        for first in range(sizes["M"]):  # for a single query the run is exact
+            run = key_run(plan, first, first, sizes)
+            assert run.end - run.begin == keep[first].sum() == run.full_end - run.full_begin
+
+
+def test_run_time_parameters_bound_too() -> None:
+    program, plan = plan_of("j <= i and i - j < w and j >= first", "w: int, first: int")
+    assert not plan.residual
+    generator = random.Random(2)
+    for _ in range(50):
+        check_plan(program, plan, sizes_of(generator, w=generator.randint(1, 60), first=generator.randint(-5, 30)))
+
+
+@pytest.mark.parametrize("body", ["i % 2 == 0", "j <= i or j < 3", "i * i > j", "2 * j <= i", "if i < j then i > 3 else j > 2"])
+def test_what_does_not_fit_stays_with_the_elements(body: str) -> None:
+    program, plan = plan_of(f"({body}) and j <= i + 4")
+    assert plan.residual and plan.bounds
+    generator = random.Random(3)
+    for _ in range(25):
+        check_plan(program, plan, sizes_of(generator))
+
+
+def random_mask(generator: random.Random, depth: int) -> str:
+    if depth == 0 or generator.random() < 0.3:
+        left = generator.choice(["i", "j", "m", "n", "i - j", "j - i", "i + j", "-j", "2 * i", "abs(i - j)", "i // 3", "j % 4", "abs(j - 5)", "N - n"])
+        right = generator.choice(["i", "j", "n", str(generator.randint(-10, 25)), "i + 3", "j - 2", "M - 1", "w", "w - i"])
+        return f"{left} {generator.choice(['<', '<=', '>', '>=', '==', '!='])} {right}"
+    a, b = random_mask(generator, depth - 1), random_mask(generator, depth - 1)
+    return generator.choice([f"({a}) and ({b})", f"({a}) and ({b})", f"({a}) or ({b})", f"not ({a})"])
+
+
+def test_random_masks_have_no_unsound_run() -> None:
+    generator = random.Random()
+    for _ in range(150):
+        program, plan = plan_of(random_mask(generator, 3), "w: int")
+        for _ in range(3):
+            check_plan(program, plan, sizes_of(generator, w=generator.randint(-5, 40)))
+
+
+def test_no_mask_is_one_full_run() -> None:
+    _, plan = plan_of("true")
+    sizes = {"M": 9, "N": 30, "q_origin": 0, "k_origin": 0}
+    assert key_run(plan, 0, 8, sizes) == Run(0, 0, 30, 30)
+    assert Run(0, 0, 30, 30).tiles(8) == [(slice(24, 32), False), *((slice(t, t + 8), True) for t in (0, 8, 16))]
+    assert Run(3, 5, 14, 16).pieces(4) == [(slice(3, 5), False), (slice(14, 16), False), *((slice(a, b), True) for a, b in ((5, 9), (9, 13), (13, 14)))]
+
+
+def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
+    """The functions key_run and query_run that are printed, compiled and called for random sizes."""
+    from afc.render.blocks import CPU, render_blocks
+    from afc.schedule.plan import semantics
+    from afc import passes
+
+    bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i"]
+    generator = random.Random(4)
+    calls, expected, parts = [], [], []
+    for number, body in enumerate(bodies):
+        program, plan = plan_of(body, "w: int")
+        lowered = passes.run(program, {"Dqk": 16, "Dv": 16})
+        text = render_blocks(lowered, semantics(lowered, "float32", "float"), CPU).text
+        parts.append(f"namespace mask{number} {{\n{text}\n}}")
+        for _ in range(20):
+            sizes = sizes_of(generator, w=generator.randint(1, 30))
+            fields = "".join(f"a.{f} = {sizes[f]}; " for f in ("M", "N", "q_origin", "k_origin"))
+            a, b = sorted(generator.randrange(sizes["M"]) for _ in range(2))
+            c, d = sorted(generator.randrange(sizes["N"]) for _ in range(2))
+            calls.append(f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']}; show(mask{number}::key_run(a, {a}, {b})); "
+                         f"show(mask{number}::query_run(a, {c}, {d})); }}")
+            for run in (key_run(plan, a, b, sizes), query_run(plan, c, d, sizes)):
+                expected.append(f"{run.begin} {run.full_begin} {run.full_end} {run.end}")
+    source = "\n".join([
+        '#include <cstdio>', '#include "abi/afc_run.h"', '#include "cpu/element.hpp"', '#include "cpu/math.hpp"', "using Real = float;",
+        *parts, 'static void show(Run r) { std::printf("%d %d %d %d\\n", r.begin, r.full_begin, r.full_end, r.end); }',
+        "int main() {", *calls, "}"])  # fmt: skip
+    (tmp_path / "runs.cpp").write_text(source)
+    subprocess.run(["g++", "-std=c++17", "-O1", f"-I{paths.runtime()}", "-march=x86-64-v3", "runs.cpp", "-o", "runs"], cwd=tmp_path, check=True)
+    got = subprocess.run([str(tmp_path / "runs")], capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    assert got == expected

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two oracles: formulas against finite differences and PyTorch, schedules against formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from afc import passes
+from afc.errors import SourceError, UsageError
+from afc.frontend import check_file, check_text
+from afc.ir.printer import print_plan, print_program
+from afc.ir.program import Program
+from afc.ir.tiled import LaunchPlan, Load, Tile
+from afc.reference import Call, backward, forward, run_backward, run_forward
+from afc.reference.rounding import to_storage
+from afc.schedule.plan import schedule
+
+EXAMPLES = sorted((Path(__file__).parent.parent.parent / "examples").glob("*.attn"))
+D = 32
+
+
+def lowered(path: Path, d: int = D) -> Program:
+    return passes.run(check_file(path).programs[0], {"Dqk": d, "Dv": d})
+
+
+def small(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with tiles that make many of them at test sizes."""
+    def shrink(launches: Any) -> Any:
+        return tuple(replace(x, kernel=replace(x.kernel, tile=Tile(12, 8))) for x in launches)
+
+    return replace(plan, forward=shrink(plan.forward), backward=shrink(plan.backward))
+
+
+def call(program: Program, m: int, n: int, heads: tuple[int, int] = (4, 2), origins: tuple[int, int] = (0, 0), d: int = D) -> Call:
+    g = np.random.default_rng()
+    h, hk = heads
+    tensors = {t.name: g.uniform(0.1, 1.0, (h,)) for t in program.tensors}
+    scalars = {s.name: 11 for s in program.scalars}
+    return Call(g.standard_normal((2, h, m, d)), g.standard_normal((2, hk, n, d)), g.standard_normal((2, hk, n, d)), tensors, scalars, *origins)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm80"])
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_schedule_equals_formula(path: Path, target: str) -> None:
+    """In a storage type without rounding the schedule is the formula up to the order of sums."""
+    program = lowered(path)
+    plan = small(schedule(program, target, "float64" if target == "cpu" else "bfloat16"))
+    plan = replace(plan, semantics=replace(plan.semantics, storage="float64"))
+    for m, n, origins in ((37, 53, (0, 0)), (40, 21, (9, 3)), (1, 30, (29, 0)), (24, 24, (0, 13))):
+        arguments = call(program, m, n, origins=origins)
+        want, got = forward(program, arguments), run_forward(plan, arguments)
+        np.testing.assert_allclose(got.o, want.o, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(got.lse, want.lse, rtol=0, atol=1e-11)
+        do, dlse = np.random.standard_normal(want.o.shape), np.random.standard_normal(want.lse.shape)
+        expected, found = backward(program, arguments, do, dlse), run_backward(plan, arguments, got, do, dlse)
+        for name in ("dq", "dk", "dv"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_formula_gradients_match_differences(path: Path) -> None:
+    program = lowered(path)
+    arguments = call(program, 9, 11, origins=(3, 0))
+    do, dlse = np.random.standard_normal((2, 4, 9, D)), np.random.standard_normal((2, 4, 9))
+
+    def loss(c: Call) -> float:
+        result = forward(program, c)
+        return float((result.o * do).sum() + np.where(np.isfinite(result.lse), result.lse * dlse, 0).sum())
+
+    gradients = backward(program, arguments, do, dlse)
+    for name in ("q", "k", "v"):
+        direction = np.random.standard_normal(getattr(arguments, name).shape)
+        step = 1e-5
+        high, low = (replace(arguments, **{name: getattr(arguments, name) + s * direction}) for s in (step, -step))
+        difference = (loss(high) - loss(low)) / (2 * step)
+        assert (getattr(gradients, f"d{name}") * direction).sum() == pytest.approx(difference, rel=1e-5, abs=1e-6)
+
+
+def test_formula_equals_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    from tests.support import dense
+
+    for path in EXAMPLES:
+        program = lowered(path, 64)
+        arguments = call(program, 30, 40, origins=(10, 0), d=64)
+        extras = {n: torch.from_numpy(t) for n, t in arguments.tensors.items()} | dict(arguments.scalars)
+        q, k, v = (torch.from_numpy(x) for x in (arguments.q, arguments.k, arguments.v))
+        o, lse = dense.VARIANTS[path.stem].reference(q, k, v, **extras, q_origin=10)
+        got = forward(program, arguments)
+        np.testing.assert_allclose(got.o, o.numpy(), rtol=0, atol=1e-12, err_msg=path.stem)
+        np.testing.assert_allclose(got.lse, lse.numpy(), rtol=0, atol=1e-12, err_msg=path.stem)
+
+
+def test_roundings_are_where_the_schedule_says() -> None:
+    """Removing one Round from the schedule changes the result in a 16-bit storage type, and nothing else."""
+    program = lowered(EXAMPLES[0].parent / "causal.attn")
+    plan = small(schedule(program, "sm80", "bfloat16"))
+    arguments = call(program, 40, 40)
+    with_rounding = run_forward(plan, arguments)
+    kernel = plan.forward[-1].kernel
+    body = tuple(op for op in kernel.body if type(op).__name__ != "Round")
+    without = replace(plan, forward=(*plan.forward[:-1], replace(plan.forward[-1], kernel=replace(kernel, body=body))))
+    difference = np.abs(with_rounding.o - run_forward(without, arguments).o).max()
+    assert 0 < difference <= 2.0**-7 * np.abs(with_rounding.o).max()  # one step of bfloat16
+
+
+def test_masked_rows_of_garbage_do_not_matter() -> None:
+    program = lowered(EXAMPLES[0].parent / "causal.attn")
+    plan = small(schedule(program, "cpu", "float64"))
+    arguments = call(program, 20, 30)
+    v = arguments.v.copy()
+    v[:, :, 25:] = 1e300
+    np.testing.assert_array_equal(run_forward(plan, replace(arguments, v=v)).o, run_forward(plan, arguments).o)
+
+
+def test_bfloat16_rounding() -> None:
+    values = np.array([1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -np.inf, np.nan, 3.4e38, 1e-40])
+    got = to_storage(values, "bfloat16")
+    assert got[0] == 1.0 and got[1] == 1.0 and got[2] == 1.0 + 2.0**-6 and got[3] == -np.inf and np.isnan(got[4]) and np.isinf(got[5])
+
+
+# ---- passes --------------------------------------------------------------------------------------------------------
+
+
+def attention(body: str, parameters: str = "") -> Program:
+    return check_text(f"attention a(q, k, v{'; ' + parameters if parameters else ''}) {{\n{body}\n}}\n").programs[0]
+
+
+def test_scale_goes_into_the_exponential() -> None:
+    program = passes.run(attention("return softmax(causal(scaled_dot_product(q, k))) @ v"), {"Dqk": 64, "Dv": 64})
+    assert program.scores == () and program.normalizer.factor == 0.125
+    assert program.score_gradient is not None and program.score_gradient.constant == 0.125
+
+
+def test_negative_and_unknown_scales_do_not() -> None:
+    negative = passes.run(attention("return softmax(scaled_dot_product(q, k; scale = -0.5)) @ v"), {"Dqk": 64, "Dv": 64})
+    assert negative.normalizer.factor == 1.0 and len(negative.scores) == 1
+    runtime = passes.run(attention("return softmax(scaled_dot_product(q, k; scale = t)) @ v", "t: float"), {"Dqk": 64, "Dv": 64})
+    assert runtime.normalizer.factor == 1.0 and len(runtime.scores) == 1
+
+
+def test_softcap_keeps_its_cap_as_the_factor() -> None:
+    program = passes.run(attention("return softmax(softcap(scaled_dot_product(q, k); cap = 50.0)) @ v"), {"Dqk": 64, "Dv": 64})
+    assert program.normalizer.factor == 50.0
+    assert "tanh(0.0025 * s)" in print_program(program)
+    assert program.score_gradient is not None and program.score_gradient.constant == pytest.approx(0.125)
+
+
+def test_a_rotation_that_is_not_linear_is_refused() -> None:
+    text = "rotate f(x0, x1, p, c) over half = (x0 * x1, x1)\nattention a(q, k, v) {\n q = f(q)\n return softmax(dot(q, k)) @ v\n}\n"
+    with pytest.raises(SourceError, match="E0307"):
+        passes.run(check_text(text).programs[0], {"Dqk": 64, "Dv": 64})
+
+
+@pytest.mark.parametrize(
+    ("constants", "code"),
+    [({"w": 2.5}, "E0603"), ({"w": 0}, "E0603"), ({"w": True}, "E0603"), ({"v": 3}, "E0602")],
+)
+def test_bad_constants(constants: dict[str, Any], code: str) -> None:
+    program = attention("return softmax(sliding_window(dot(q, k); w)) @ v", "w: int")
+    with pytest.raises(UsageError, match=code):
+        passes.run(program, {"Dqk": 64, "Dv": 64, **constants})
+
+
+@pytest.mark.parametrize(("target", "storage", "d", "code"), [
+    ("cpu", "int8", 64, "E0405"), ("sm80", "float32", 64, "E0405"), ("sm80", "bfloat16", 72, "E0406"), ("sm80", "bfloat16", 512, "E0406"),
+    ("tpu", "bfloat16", 64, "E0408"),
+])  # fmt: skip
+def test_what_a_target_cannot_run_is_refused(target: str, storage: str, d: int, code: str) -> None:
+    program = passes.run(attention("return softmax(dot(q, k)) @ v"), {"Dqk": d, "Dv": d})
+    with pytest.raises(UsageError, match=code):
+        schedule(program, target, storage)
+
+
+def test_rotated_columns_must_exist_and_meet_once_on_a_gpu() -> None:
+    wide = passes.run(attention("q[:128], k[:128] = rope(q[:128], k[:128])\nreturn softmax(dot(q, k)) @ v"), {"Dqk": 64, "Dv": 64})
+    with pytest.raises(UsageError, match="E0409"):
+        schedule(wide, "cpu", "float32")
+    twice = passes.run(attention("q, k = rope(q, k)\nq, k = rope(q, k)\nreturn softmax(dot(q, k)) @ v"), {"Dqk": 64, "Dv": 64})
+    with pytest.raises(UsageError, match="E0410"):
+        schedule(twice, "sm80", "bfloat16")
+    assert len(schedule(twice, "cpu", "float32").semantics.q_rotations) == 2
+
+
+def test_plans_print_every_operation() -> None:
+    plan = schedule(lowered(EXAMPLES[0].parent / "llama.attn"), "sm80", "bfloat16")
+    text = print_plan(plan, "tiled")
+    assert text.count("Round(") == 7 and "Store(x=dQ, target=dq_sum, add=True)" in text
+    assert not plan.deterministic and schedule(lowered(EXAMPLES[0]), "cpu", "float32").deterministic
+    assert Load("K", "k") in plan.forward[-1].kernel.body
