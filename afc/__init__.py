@@ -13,15 +13,30 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from afc.api import check_file, compile_file, load
+    from afc.api import compile_file, load
     from afc.errors import AfcError, SourceError, ToolchainError, UsageError
+    from afc.frontend import check_file
 
-__all__ = ["AfcError", "SourceError", "ToolchainError", "UsageError", "__version__", "check_file", "compile_file", "load"]
+__all__ = [
+    "AfcError",
+    "SourceError",
+    "ToolchainError",
+    "UsageError",
+    "__version__",
+    "check_file",
+    "compile_file",
+    "load",
+]
 
 _HOME = {
-    "load": "afc.api", "compile_file": "afc.api", "check_file": "afc.api",
-    "AfcError": "afc.errors", "SourceError": "afc.errors", "ToolchainError": "afc.errors", "UsageError": "afc.errors",
-}  # fmt: skip
+    "load": "afc.api",
+    "compile_file": "afc.api",
+    "check_file": "afc.frontend",
+    "AfcError": "afc.errors",
+    "SourceError": "afc.errors",
+    "ToolchainError": "afc.errors",
+    "UsageError": "afc.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From Python: check, emit, compile, load.
 
-    kernel = afc.load("llama.attn", D=64, dtype=torch.bfloat16)      # compiled once, cached
-    o = kernel.llama(q, k, v)
+kernel = afc.load("llama.attn", D=64, dtype=torch.bfloat16)      # compiled once, cached
+o = kernel.llama(q, k, v)
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from typing import Any
 
 from afc import options as opt
 from afc import passes, paths
-from afc.build import Arch, BuildReport, Cache, CppUnit, CudaUnit, ModuleEntry, ModuleSpec, Toolchain, build_module, cached_module
+from afc.build import (
+    Arch,
+    BuildReport,
+    Cache,
+    CppUnit,
+    CudaUnit,
+    ModuleEntry,
+    ModuleSpec,
+    Toolchain,
+    build_module,
+    cached_module,
+)
 from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
@@ -42,8 +53,8 @@ class Unit:
     plan: LaunchPlan
     backend: str
     symbol: str
-    host_text: str              # C++: the CPU code, or the launch code of the GPU kernels
-    device_text: str | None     # CUDA
+    host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
+    device_text: str | None  # CUDA
 
     @property
     def entry(self) -> ModuleEntry:
@@ -51,23 +62,40 @@ class Unit:
         s = self.plan.semantics
         archs: list[str] = []
         description = {
-            "attention": self.program.name, "target": self.backend, "storage": s.storage, "Dqk": s.head_qk, "Dv": s.head_v,
-            "backward": bool(self.plan.backward), "deterministic": self.plan.deterministic, "archs": archs,
-        }  # fmt: skip
+            "attention": self.program.name,
+            "target": self.backend,
+            "storage": s.storage,
+            "Dqk": s.head_qk,
+            "Dv": s.head_v,
+            "backward": bool(self.plan.backward),
+            "deterministic": self.plan.deterministic,
+            "archs": archs,
+        }
         backward = f"{self.symbol}_backward" if self.plan.backward else None
-        return ModuleEntry(self.program.name, json.dumps(description), f"{self.symbol}_forward", backward,
-                           f"{self.symbol}_workspace", cpu.ISA if self.backend == "cpu" else "generic")
+        return ModuleEntry(
+            self.program.name,
+            json.dumps(description),
+            f"{self.symbol}_forward",
+            backward,
+            f"{self.symbol}_workspace",
+            cpu.ISA if self.backend == "cpu" else "generic",
+        )
 
 
 def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
     """Everything that a build of a file consists of, as text. Raises SourceError and UsageError."""
     if not checked.programs:
-        raise UsageError.of("E0614", f"{checked.path} declares no attention", hint="write `attention name(q, k, v) { ... }`")
+        raise UsageError.of(
+            "E0614", f"{checked.path} declares no attention", hint="write `attention name(q, k, v) { ... }`"
+        )
     known = {p.name for program in checked.programs for p in program.scalars}
     unknown = [n for n, _ in options.constants if n not in known]
     if unknown:
-        raise UsageError.of("E0602", f"no attention of {checked.path} has a run-time parameter `{unknown[0]}`",
-                            hint=f"parameters: {', '.join(sorted(known)) or 'none'}")
+        raise UsageError.of(
+            "E0602",
+            f"no attention of {checked.path} has a run-time parameter `{unknown[0]}`",
+            hint=f"parameters: {', '.join(sorted(known)) or 'none'}",
+        )
     made = []
     for program in checked.programs:
         own = {n: v for n, v in options.constants if n in {p.name for p in program.scalars}}
@@ -98,8 +126,12 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
         entry = unit.entry
         cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
         if unit.device_text is not None:
-            cuda[f"{unit.symbol}_images"] = tuple(CudaUnit(unit.symbol, unit.device_text, arch, _gpu_headers()) for arch in archs)
-            entry = replace(entry, description=json.dumps({**json.loads(entry.description), "archs": list(options.archs)}))
+            cuda[f"{unit.symbol}_images"] = tuple(
+                CudaUnit(unit.symbol, unit.device_text, arch, _gpu_headers()) for arch in archs
+            )
+            entry = replace(
+                entry, description=json.dumps({**json.loads(entry.description), "archs": list(options.archs)})
+            )
         entries.append(entry)
     return ModuleSpec(tuple(entries), _metadata(checked, made), tuple(cpp), cuda)
 
@@ -117,10 +149,21 @@ def _metadata(checked: Checked, made: tuple[Unit, ...]) -> str:
         for other in made:
             if other.program.name == program.name:
                 text.update((other.host_text + (other.device_text or "")).encode())
-        attentions[program.name] = {"doc": program.doc, "key": text.hexdigest()[:16], "parameters": [_parameter(p) for p in program.params]}
+        attentions[program.name] = {
+            "doc": program.doc,
+            "key": text.hexdigest()[:16],
+            "parameters": [_parameter(p) for p in program.params],
+        }
     doc = f"Attention kernels of {source}, built by afc: {', '.join(attentions)}."
-    return json.dumps({"abi": ABI_VERSION, "source": source, "doc": doc, "attentions": attentions,
-                       "command": f"afc compile {source} -o kernel.so {{options}}"})  # fmt: skip
+    return json.dumps(
+        {
+            "abi": ABI_VERSION,
+            "source": source,
+            "doc": doc,
+            "attentions": attentions,
+            "command": f"afc compile {source} -o kernel.so {{options}}",
+        }
+    )
 
 
 def _parameter(param: Param) -> dict[str, Any]:
@@ -128,7 +171,13 @@ def _parameter(param: Param) -> dict[str, Any]:
         shape = [[_size(e.size), e.broadcast] for e in param.shape]
         return {"name": param.name, "kind": "tensor", "type": param.type.value, "shape": shape}
     default = None if param.default is None else param.default.value
-    return {"name": param.name, "kind": "scalar", "type": param.type.value, "default": default, "positive": param.positive}
+    return {
+        "name": param.name,
+        "kind": "scalar",
+        "type": param.type.value,
+        "default": default,
+        "positive": param.positive,
+    }
 
 
 def _size(expr: Expr) -> Any:
@@ -142,20 +191,41 @@ def _size(expr: Expr) -> Any:
     raise UsageError.of("E0204", "the size of a captured tensor is built from dimensions, ints, + - * and //")
 
 
-def compile_file(path: str | Path, output: str | Path, options: Options | None = None, *, gate: bool = True,
-                 jobs: int | None = None) -> BuildReport:
-    """Compile a `.attn` file to a module that Python imports. Raises SourceError, UsageError, ToolchainError."""
+def compile_file(
+    path: str | Path,
+    output: str | Path,
+    options: Options | None = None,
+    *,
+    gate: bool = True,
+    jobs: int | None = None,
+) -> BuildReport:
+    """Compile a `.attn` file to a module that Python imports.
+
+    Raises SourceError, UsageError, ToolchainError.
+    """
     options = options or Options()
     spec = module_spec(check_file(path), options)
     toolchain = Toolchain.find(cuda="cuda" in options.backends)
     return build_module(spec, Path(output), toolchain, Cache(), gate=gate, jobs=jobs)
 
 
-def load(path: str | Path, *, D: int | None = None, Dqk: int | None = None, Dv: int | None = None, dtype: Any = None,
-         backend: str | None = None, arch: str | None = None, backward: bool = True, **constants: opt.Constant) -> ModuleType:
-    """Compile (or take from the cache) and import a file's attentions, specialised to one head size and dtype.
+def load(
+    path: str | Path,
+    *,
+    D: int | None = None,
+    Dqk: int | None = None,
+    Dv: int | None = None,
+    dtype: Any = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    backward: bool = True,
+    **constants: opt.Constant,
+) -> ModuleType:
+    """Compile (or take from the cache) and import a file's attentions, specialised to one head size and
+    dtype.
 
-    `backend` is "cuda" where torch sees a GPU, else "cpu"; `dtype` defaults to bfloat16 on CUDA, float32 on the CPU; `arch`
+    `backend` is "cuda" where torch sees a GPU, else "cpu"; `dtype` defaults to bfloat16 on CUDA, float32 on
+    the CPU; `arch`
     defaults to the current GPU's. Further keywords fix run-time parameters. Raises SourceError, UsageError,
     ToolchainError; RuntimeError under fake tensors or stream capture, where compiling is not possible.
     """
@@ -166,8 +236,14 @@ def load(path: str | Path, *, D: int | None = None, Dqk: int | None = None, Dv: 
     if D is not None and (Dqk is not None or Dv is not None):
         raise UsageError.of("E0613", "give either D or Dqk and Dv, not both")
     archs = (arch,) if arch else (_device_arch(),) if chosen == "cuda" else ()
-    options = Options(opt.backend_names((chosen,)), ((head_qk, head_v),), (opt.dtype_name(dtype),) if dtype is not None else (),
-                      archs, tuple(sorted(constants.items())), backward)  # fmt: skip
+    options = Options(
+        opt.backend_names((chosen,)),
+        ((head_qk, head_v),),
+        (opt.dtype_name(dtype),) if dtype is not None else (),
+        archs,
+        tuple(sorted(constants.items())),
+        backward,
+    )
     return load_module(path, options)
 
 
@@ -184,9 +260,13 @@ def _check_not_tracing(path: str | Path) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    tracing = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    tracing = torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
     if tracing:
-        raise RuntimeError(f"afc.load({str(path)!r}) inside torch.compile or a CUDA graph capture: load the module before")
+        raise RuntimeError(
+            f"afc.load({str(path)!r}) inside torch.compile or a CUDA graph capture: load the module before"
+        )
 
 
 def _cuda_available() -> bool:
@@ -201,13 +281,19 @@ def _device_arch() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise UsageError.of("E0615", "no GPU is visible to name an architecture by", hint="give `arch=`, for example arch='sm_90'")
+        raise UsageError.of(
+            "E0615",
+            "no GPU is visible to name an architecture by",
+            hint="give `arch=`, for example arch='sm_90'",
+        )
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:
-    """Text of a stage: `program` (after each pass), `plan`, `tiled`, `cpp` (CPU code), `cu` (CUDA), `launch`."""
+    """Text of a stage: `program` (after each pass), `plan`, `tiled`, `cpp` (CPU code), `cu` (CUDA),
+    `launch`.
+    """
     checked = check_file(path)
     if stage in ("program", "plan", "tiled"):
         from afc.ir.printer import print_plan, print_program
@@ -221,4 +307,3 @@ def emit(path: str | Path, stage: str, options: Options) -> str:
         raise UsageError.of("E0616", f"unknown stage `{stage}`", hint="program, plan, tiled, cpp, cu, launch")
     made = units(checked, replace(options, backends=(wanted[stage],)))
     return "\n".join((u.device_text or "") if stage == "cu" else u.host_text for u in made)
-

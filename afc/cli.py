@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `afc compile | check | doctor | cache`.
 
-Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a fault of afc.
+Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a
+fault of afc.
 Nothing here imports torch; subcommands import what they need.
 """
 
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception:
         traceback.print_exc()
-        print(f"error[E0900]: internal error of afc {__version__}; please report it with the text above", file=sys.stderr)
+        print(
+            f"error[E0900]: internal error of afc {__version__}; please report it with the text above",
+            file=sys.stderr,
+        )
         return 70
 
 
@@ -74,11 +78,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where nvcc is found)")
+    parser.add_argument(
+        "--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where nvcc is found)"
+    )
     parser.add_argument("--arch", help="GPU architectures, such as sm_80,sm_90 (default: sm_80,sm_90,sm_120)")
-    parser.add_argument("--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)")
-    parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE",
-                        help="head size (D=64,128, or Dqk=192 with Dv=128), or a run-time parameter to fix (w=1024)")
+    parser.add_argument(
+        "--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)"
+    )
+    parser.add_argument(
+        "-D",
+        dest="defines",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="head size (D=64,128, or Dqk=192 with Dv=128), or a run-time parameter to fix (w=1024)",
+    )
     parser.add_argument("--no-backward", action="store_true", help="leave the backward pass out")
 
 
@@ -100,7 +114,9 @@ def _options(args: argparse.Namespace) -> Any:
         opt.head_pairs(heads),
         tuple(opt.dtype_name(d) for d in args.dtype.split(",")) if args.dtype else (),
         _archs(args.arch) if args.arch else opt.DEFAULT_ARCHS,
-        tuple(sorted(constants.items())), not args.no_backward)  # fmt: skip
+        tuple(sorted(constants.items())),
+        not args.no_backward,
+    )
 
 
 def _integers(name: str, value: str) -> tuple[int, ...]:
@@ -117,9 +133,13 @@ def _archs(text: str) -> tuple[str, ...]:
         try:
             arch = Arch.parse(part)
         except ValueError as error:
-            raise UsageError.of("E0618", f"--arch {part}: {error}", hint="for example sm_90, or compute_86:sm_90") from None
+            raise UsageError.of(
+                "E0618", f"--arch {part}: {error}", hint="for example sm_90, or compute_86:sm_90"
+            ) from None
         if arch.virtual_capability < 80:
-            raise UsageError.of("E0618", f"--arch {part}: the GPU kernels need compute capability 8.0 or later")
+            raise UsageError.of(
+                "E0618", f"--arch {part}: the GPU kernels need compute capability 8.0 or later"
+            )
     return tuple(text.split(","))
 
 
@@ -139,21 +159,28 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _compile(args: argparse.Namespace) -> int:
     from afc import api
+    from afc.frontend import check_file
 
     options = _options(args)
     if args.emit:
         print(api.emit(args.file, args.emit, options), end="")
         return 0
     if not args.output:
-        raise UsageError.of("E0619", "where should the module go?", hint="-o kernel.so, or --emit to print a stage")
-    for note in api.check_file(args.file).notes:
+        raise UsageError.of(
+            "E0619", "where should the module go?", hint="-o kernel.so, or --emit to print a stage"
+        )
+    for note in check_file(args.file).notes:
         print(render(note), file=sys.stderr)
     report = api.compile_file(args.file, args.output, options, gate=not args.no_gate, jobs=args.jobs)
     if args.verbose:
         print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
         for cubin in report.cubins:
             for kernel in cubin.kernels:
-                print(f"  {kernel.name} {cubin.arch}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled", file=sys.stderr)
+                print(
+                    f"  {kernel.name} {cubin.arch}: {kernel.registers} registers, "
+                    f"{kernel.spill_bytes} bytes spilled",
+                    file=sys.stderr,
+                )
     return 0
 
 
@@ -180,7 +207,16 @@ def _check(args: argparse.Namespace) -> int:
             names = ", ".join(p.name for p in checked.programs) or "no attention"
             print(f"{path}: {names}; {len(checked.outcomes)} example(s) hold")
     if args.json:
-        print(json.dumps({"schema": 1, "exit_code": code, "examples": examples, "diagnostics": [diagnostic_json(d) for d in findings]}))
+        print(
+            json.dumps(
+                {
+                    "schema": 1,
+                    "exit_code": code,
+                    "examples": examples,
+                    "diagnostics": [diagnostic_json(d) for d in findings],
+                }
+            )
+        )
     return code
 
 

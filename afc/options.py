@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks a build for, in one object; the only place that reads environment variables of the compiler."""
+"""What a user asks a build for, in one object; the only place that reads environment variables of the
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,24 @@ from afc.errors import UsageError
 
 BACKENDS = ("cpu", "cuda")
 DTYPES = {
-    "float64": "float64", "fp64": "float64", "f64": "float64", "double": "float64",
-    "float32": "float32", "fp32": "float32", "f32": "float32", "float": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16", "f16": "float16", "half": "float16",
-}  # fmt: skip
+    "float64": "float64",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "float32": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+}
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-# Machine code that every GPU from compute capability 8.0 on can run (a GPU runs the code of an earlier minor version).
+# Machine code that every GPU from compute capability 8.0 on can run (a GPU runs the code of an earlier minor
+# version).
 DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_120")
 DEFAULT_HEAD = 128
 
@@ -26,8 +39,10 @@ Constant = int | float | bool
 
 @dataclass(frozen=True)
 class Options:
-    """`heads`: (Dqk, Dv) pairs; `dtypes`: storage types, empty for each backend's default; `constants`: run-time
-    parameters fixed at compile time; `archs`: `sm_90`, or `compute_86:sm_90` for one feature level on another."""
+    """`heads`: (Dqk, Dv) pairs; `dtypes`: storage types, empty for each backend's default; `constants`:
+    run-time
+    parameters fixed at compile time; `archs`: `sm_90`, or `compute_86:sm_90` for one feature level on
+    another."""
 
     backends: tuple[str, ...] = ("cpu",)
     heads: tuple[tuple[int, int], ...] = ((DEFAULT_HEAD, DEFAULT_HEAD),)
@@ -45,7 +60,9 @@ def dtype_name(text: str) -> str:
     """Canonical name of a storage type. Raises UsageError E0610."""
     name = str(text).removeprefix("torch.").lower()
     if name not in DTYPES:
-        raise UsageError.of("E0610", f"unknown dtype `{text}`", hint=f"one of {', '.join(sorted(set(DTYPES.values())))}")
+        raise UsageError.of(
+            "E0610", f"unknown dtype `{text}`", hint=f"one of {', '.join(sorted(set(DTYPES.values())))}"
+        )
     return DTYPES[name]
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures. Tests are foldered by what they need: unit (nothing), golden, cpu (g++, torch), gpu (a device)."""
+"""Shared fixtures. Tests are foldered by what they need: unit (nothing), golden, cpu (g++, torch), gpu (a
+device).
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,9 @@ def _add(name: str, adjoint: Expr, adjoints: dict[str, Expr]) -> None:
 
 
 def _push_branch(expr: Expr, adjoint: Expr, adjoints: dict[str, Expr], guard: Callable[[Expr], Expr]) -> None:
-    """Derivatives inside a branch are guarded as a whole: 0 times the NaN of a branch not taken would be NaN."""
+    """Derivatives inside a branch are guarded as a whole: 0 times the NaN of a branch not taken would be
+    NaN.
+    """
     inside: dict[str, Expr] = {}
     _push(expr, adjoint, inside)
     for name, value in inside.items():

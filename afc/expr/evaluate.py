@@ -22,7 +22,9 @@ def evaluate(expr: Expr, env: Mapping[str, Any], tensors: Mapping[str, Any] | No
         return _value(expr, env, tensors or {})
 
 
-def evaluate_formula(formula: Formula, env: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+def evaluate_formula(
+    formula: Formula, env: Mapping[str, Any], tensors: Mapping[str, Any] | None = None
+) -> tuple[Any, ...]:
     """Values of all results, intermediate values computed once each."""
     scope = dict(env)
     for let in formula.lets:
@@ -52,10 +54,7 @@ def _read(tensor: Any, indices: list[Any], kind: Type) -> Any:
         position = np.zeros_like(position) if size == 1 else position
         inside = inside & (position >= 0) & (position < size)
         safe.append(np.clip(position, 0, max(size - 1, 0)))
-    if tensor.size == 0:
-        value = np.zeros(np.shape(inside), tensor.dtype)
-    else:
-        value = tensor[tuple(safe)]
+    value = np.zeros(np.shape(inside), tensor.dtype) if tensor.size == 0 else tensor[tuple(safe)]
     outside = {Type.FLOAT: np.nan, Type.BOOL: False, Type.INT: 0}[kind]
     if kind is Type.FLOAT:
         value = np.asarray(value, np.float64)

@@ -16,10 +16,20 @@ from afc.expr.nodes import Const, Expr, Op, Type, Var
 CONTEXT = decimal.Context(prec=40, Emin=-9999, Emax=9999, traps=[])
 
 RULES: dict[str, Callable[..., Decimal]] = {
-    "add": CONTEXT.add, "sub": CONTEXT.subtract, "mul": CONTEXT.multiply, "div": CONTEXT.divide,
-    "neg": CONTEXT.minus, "pow": CONTEXT.power, "exp": CONTEXT.exp, "log": CONTEXT.ln, "sqrt": CONTEXT.sqrt,
-    "to_float": lambda x: x, "abs": CONTEXT.abs, "max": CONTEXT.max, "min": CONTEXT.min,
-}  # fmt: skip
+    "add": CONTEXT.add,
+    "sub": CONTEXT.subtract,
+    "mul": CONTEXT.multiply,
+    "div": CONTEXT.divide,
+    "neg": CONTEXT.minus,
+    "pow": CONTEXT.power,
+    "exp": CONTEXT.exp,
+    "log": CONTEXT.ln,
+    "sqrt": CONTEXT.sqrt,
+    "to_float": lambda x: x,
+    "abs": CONTEXT.abs,
+    "max": CONTEXT.max,
+    "min": CONTEXT.min,
+}
 
 
 def exact(expr: Expr, values: Mapping[str, int] | None = None) -> float:

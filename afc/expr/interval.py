@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds of a formula's value from bounds of its variables.
 
-Used to prove that an integer fits 32 bits and that a score is finite. Bounds may be wider than the truth, never
+Used to prove that an integer fits 32 bits and that a score is finite. Bounds may be wider than the truth,
+never
 narrower; an operator without a rule gives (-inf, inf).
 """
 
@@ -62,8 +63,11 @@ def _mul(a: Interval, b: Interval) -> Interval:
 def _floordiv(a: Interval, b: Interval) -> Interval:
     if b.lo <= 0:
         return EVERYTHING
-    corners = [x if math.isinf(x) else (0 if math.isinf(y) and x >= 0 else -1 if math.isinf(y) else x // y)
-               for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
+    corners = [
+        x if math.isinf(x) else (0 if math.isinf(y) and x >= 0 else -1 if math.isinf(y) else x // y)
+        for x in (a.lo, a.hi)
+        for y in (b.lo, b.hi)
+    ]
     return Interval(min(corners), max(corners))
 
 
@@ -75,7 +79,9 @@ def _div(a: Interval, b: Interval) -> Interval:
 
 
 def _exp(a: Interval) -> Interval:
-    return Interval(math.exp(min(a.lo, 709)) if a.lo > -745 else 0.0, math.exp(a.hi) if a.hi < 709 else math.inf)
+    return Interval(
+        math.exp(min(a.lo, 709)) if a.lo > -745 else 0.0, math.exp(a.hi) if a.hi < 709 else math.inf
+    )
 
 
 def _trunc(x: float) -> float:

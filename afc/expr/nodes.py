@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalar formulas: the meaning of every block, as a small typed tree.
 
-An expression is `Const`, `Var`, `Load` or `Op`; a `Formula` adds named intermediate values in the author's order.
+An expression is `Const`, `Var`, `Load` or `Op`; a `Formula` adds named intermediate values in the author's
+order.
 Everything afc derives from a block (value, derivative, range, C++ text) is an interpreter of these nodes.
 """
 
@@ -31,7 +32,9 @@ class Const:
 
 @dataclass(frozen=True)
 class Var:
-    """A name: an index (`i`), a dimension (`N`), the score `s`, a run-time parameter, or an intermediate value."""
+    """A name: an index (`i`), a dimension (`N`), the score `s`, a run-time parameter, or an intermediate
+    value.
+    """
 
     name: str
     type: Type

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator table: one row per operator with its type rule, meaning, derivative, range and spelling.
 
-| column       | meaning                                                                                        |
-|--------------|------------------------------------------------------------------------------------------------|
-| `arity`      | number of arguments                                                                            |
-| `types`      | argument rule: `number` (int or float, promoted), `float`, `int`, `bool`, `compare`, `select`  |
-| `numpy`      | value on NumPy arrays in float64 / int64                                                       |
-| `partials`   | partial derivatives as expressions of the arguments; None: no derivative (result is not float) |
-| `interval`   | bounds of the value from bounds of the arguments (`afc.expr.interval`)                         |
-| `text`       | C++ spelling, same on every target; `afc::f` lives in each target's math header                |
-| `precedence` | of the C++ spelling; a call is 100                                                             |
+| column       | meaning |
+|---|---|
+| `arity`      | number of arguments |
+| `types`      | argument rule: `number` (promoted), `float`, `int`, `bool`, `compare`, `select` |
+| `numpy`      | value on NumPy arrays in float64 / int64 |
+| `partials`   | partial derivatives as expressions of the arguments; None: the result is no float |
+| `interval`   | bounds of the value from bounds of the arguments (`afc.expr.interval`) |
+| `text`       | C++ spelling, same on every target; `afc::f` lives in each target's math header |
+| `precedence` | of the C++ spelling; a call is 100 |
 
 Meaning of the numbers (`docs/language.md`): `/` is a float division; `//` and `%` floor; `max` and `min`
 propagate NaN; `and`, `or`, `if` are lazy and guard reads.
@@ -104,19 +104,40 @@ ROWS: tuple[Operator, ...] = (
     Operator("add", 2, "number", np.add, lambda a, y: (_f(1), _f(1)), "{a} + {b}", 60, "+"),
     Operator("sub", 2, "number", np.subtract, lambda a, y: (_f(1), _f(-1)), "{a} - {b}", 60, "-"),
     Operator("mul", 2, "number", np.multiply, lambda a, y: (a[1], a[0]), "{a} * {b}", 70, "*"),
-    Operator("div", 2, "float", np.true_divide,
-             lambda a, y: (div(_f(1), a[1]), neg(div(y, a[1]))), "{a} / {b}", 70, "/"),
+    Operator(
+        "div",
+        2,
+        "float",
+        np.true_divide,
+        lambda a, y: (div(_f(1), a[1]), neg(div(y, a[1]))),
+        "{a} / {b}",
+        70,
+        "/",
+    ),
     Operator("neg", 1, "number", np.negative, lambda a, y: (_f(-1),), "-{a}", 80, "-"),
-    Operator("pow", 2, "float", _safe_power,
-             lambda a, y: (mul(a[1], call("pow", a[0], sub(a[1], _f(1)))), mul(y, call("log", a[0]))),
-             "afc::pow({a}, {b})", 100, "**"),
+    Operator(
+        "pow",
+        2,
+        "float",
+        _safe_power,
+        lambda a, y: (mul(a[1], call("pow", a[0], sub(a[1], _f(1)))), mul(y, call("log", a[0]))),
+        "afc::pow({a}, {b})",
+        100,
+        "**",
+    ),
     Operator("ipow", 2, "int", np.power, None, "afc::ipow({a}, {b})", 100, "**"),
     Operator("floordiv", 2, "int", np.floor_divide, None, "afc::floor_div({a}, {b})", 100, "//"),
     Operator("mod", 2, "int", np.mod, None, "afc::floor_mod({a}, {b})", 100, "%"),
     Operator("max", 2, "number", np.maximum, lambda a, y: _kink(a[0], a[1], "max"), "afc::max({a}, {b})"),
     Operator("min", 2, "number", np.minimum, lambda a, y: _kink(a[0], a[1], "min"), "afc::min({a}, {b})"),
-    Operator("abs", 1, "number", np.abs,
-             lambda a, y: (select(call("ge", a[0], _f(0)), _f(1), _f(-1)),), "afc::abs({a})"),
+    Operator(
+        "abs",
+        1,
+        "number",
+        np.abs,
+        lambda a, y: (select(call("ge", a[0], _f(0)), _f(1), _f(-1)),),
+        "afc::abs({a})",
+    ),
     Operator("floor", 1, "float", np.floor, lambda a, y: (_f(0),), "afc::floor({a})"),
     Operator("ceil", 1, "float", np.ceil, lambda a, y: (_f(0),), "afc::ceil({a})"),
     Operator("exp", 1, "float", np.exp, lambda a, y: (y,), "afc::exp({a})"),
@@ -126,8 +147,14 @@ ROWS: tuple[Operator, ...] = (
     Operator("sin", 1, "float", np.sin, lambda a, y: (call("cos", a[0]),), "afc::sin({a})"),
     Operator("cos", 1, "float", np.cos, lambda a, y: (neg(call("sin", a[0])),), "afc::cos({a})"),
     Operator("sqrt", 1, "float", np.sqrt, lambda a, y: (div(_f(0.5), y),), "afc::sqrt({a})"),
-    Operator("rsqrt", 1, "float", lambda x: 1 / np.sqrt(x),
-             lambda a, y: (mul(_f(-0.5), div(y, a[0])),), "afc::rsqrt({a})"),
+    Operator(
+        "rsqrt",
+        1,
+        "float",
+        lambda x: 1 / np.sqrt(x),
+        lambda a, y: (mul(_f(-0.5), div(y, a[0])),),
+        "afc::rsqrt({a})",
+    ),
     Operator("to_float", 1, "any", lambda x: np.asarray(x, np.float64), lambda a, y: (None,), "Real({a})"),
     Operator("to_int", 1, "float", lambda x: np.asarray(np.trunc(x), np.int64), None, "int({a})"),
     Operator("lt", 2, "compare", np.less, None, "{a} < {b}", 50, "<"),
@@ -139,8 +166,15 @@ ROWS: tuple[Operator, ...] = (
     Operator("and", 2, "bool", np.logical_and, None, "{a} && {b}", 40, "and"),
     Operator("or", 2, "bool", np.logical_or, None, "{a} || {b}", 30, "or"),
     Operator("not", 1, "bool", np.logical_not, None, "!{a}", 80, "not"),
-    Operator("select", 3, "select", np.where,
-             lambda a, y: (None, select(a[0], _f(1), _f(0)), select(a[0], _f(0), _f(1))), "{a} ? {b} : {c}", 20),
+    Operator(
+        "select",
+        3,
+        "select",
+        np.where,
+        lambda a, y: (None, select(a[0], _f(1), _f(0)), select(a[0], _f(0), _f(1))),
+        "{a} ? {b} : {c}",
+        20,
+    ),
 )
 
 OPERATORS: dict[str, Operator] = {row.name: row for row in ROWS}
@@ -151,8 +185,20 @@ FUNCTIONS: frozenset[str] = frozenset(
 )
 
 BINARY: dict[str, str] = {
-    "+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floordiv", "%": "mod",
-    "<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "and": "and", "or": "or",
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "//": "floordiv",
+    "%": "mod",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+    "==": "eq",
+    "!=": "ne",
+    "and": "and",
+    "or": "or",
 }
 
 

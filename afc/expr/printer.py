@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of a formula: in the language, for people, and in C++, for every target.
 
-The C++ spelling is the same on every target; `Real` is the compute type and `afc::` functions live in each target's
+The C++ spelling is the same on every target; `Real` is the compute type and `afc::` functions live in each
+target's
 math header. Integers are 64-bit in the language; 32-bit code is printed where bounds prove that it is enough.
 """
 
@@ -14,11 +15,36 @@ from afc.expr.interval import INT32, Interval, interval
 from afc.expr.nodes import Const, Expr, Load, Op, Type, Var
 from afc.expr.operators import OPERATORS
 
-ATTN_PRECEDENCE = {"or": 1, "and": 2, "not": 3, "compare": 4, "sum": 5, "product": 6, "neg": 7, "pow": 8, "atom": 9}
+ATTN_PRECEDENCE = {
+    "or": 1,
+    "and": 2,
+    "not": 3,
+    "compare": 4,
+    "sum": 5,
+    "product": 6,
+    "neg": 7,
+    "pow": 8,
+    "atom": 9,
+}
 ATTN_LEVEL = {
-    "or": "or", "and": "and", "not": "not", "add": "sum", "sub": "sum", "mul": "product", "div": "product",
-    "floordiv": "product", "mod": "product", "neg": "neg", "pow": "pow", "ipow": "pow",
-    "lt": "compare", "le": "compare", "gt": "compare", "ge": "compare", "eq": "compare", "ne": "compare",
+    "or": "or",
+    "and": "and",
+    "not": "not",
+    "add": "sum",
+    "sub": "sum",
+    "mul": "product",
+    "div": "product",
+    "floordiv": "product",
+    "mod": "product",
+    "neg": "neg",
+    "pow": "pow",
+    "ipow": "pow",
+    "lt": "compare",
+    "le": "compare",
+    "gt": "compare",
+    "ge": "compare",
+    "eq": "compare",
+    "ne": "compare",
 }
 
 
@@ -64,7 +90,9 @@ def _attn_operator(name: str, args: tuple[Expr, ...]) -> tuple[str, int]:
 
     if len(args) == 1:
         return f"{symbol}{' ' if symbol == 'not' else ''}{part(args[0], level)}", level
-    right = ATTN_PRECEDENCE["neg"] if name in ("pow", "ipow") else level if name in ("and", "or") else level + 1
+    right = (
+        ATTN_PRECEDENCE["neg"] if name in ("pow", "ipow") else level if name in ("and", "or") else level + 1
+    )
     left = level + 1 if name in ("pow", "ipow") else level
     return f"{part(args[0], left)} {symbol} {part(args[1], right)}", level
 
@@ -73,8 +101,10 @@ def _attn_operator(name: str, args: tuple[Expr, ...]) -> tuple[str, int]:
 class Cpp:
     """Prints C++ for one context: the compute type and what is known of the integers.
 
-    `real`: "Real" or "double"; `suffix`: of float literals ("f" where Real is float for certain, else a cast);
-    `names`: C++ spelling of variables; `ranges`: bounds of integer variables; `tensors`: captured tensor -> slot;
+    `real`: "Real" or "double"; `suffix`: of float literals ("f" where Real is float for certain, else a
+    cast);
+    `names`: C++ spelling of variables; `ranges`: bounds of integer variables; `tensors`: captured tensor ->
+    slot;
     `native64`: every integer variable is 64-bit already.
     """
 
@@ -92,7 +122,8 @@ class Cpp:
         if isinstance(value, int):
             return str(value) if INT32[0] <= value <= INT32[1] else f"int64_t({value})"
         if value != value or value in (float("inf"), float("-inf")):
-            return f"afc::{'nan' if value != value else 'infinity' if value > 0 else 'minus_infinity'}<{self.real}>()"
+            name = "nan" if value != value else "infinity" if value > 0 else "minus_infinity"
+            return f"afc::{name}<{self.real}>()"
         if self.suffix:
             return f"{value!r}{self.suffix}"
         return f"{self.real}({value!r})" if self.real != "double" else repr(value)

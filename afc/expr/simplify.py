@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from afc.expr.evaluate import evaluate
 from afc.expr.exact import exact
 from afc.expr.nodes import (
@@ -77,10 +79,10 @@ def _is(expr: Expr, value: float) -> bool:
     return isinstance(expr, Const) and expr.type is not Type.BOOL and expr.value == value
 
 
-def _python(value: object, kind: Type) -> Const:
+def _python(value: Any, kind: Type) -> Const:
     if kind is Type.BOOL:
         return const(bool(value))
-    return const(int(value)) if kind is Type.INT else const(float(value))  # type: ignore[call-overload]
+    return const(int(value)) if kind is Type.INT else const(float(value))
 
 
 def _fold(expr: Expr) -> Expr:
@@ -115,7 +117,9 @@ def _neutral(expr: Op) -> Expr:
             return _fold(neg(b))
         case "mul" if isinstance(b, Const):
             return _fold(mul(b, a))  # constants to the left
-        case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "mul" and isinstance(b.args[0], Const):
+        case "mul" if (
+            isinstance(a, Const) and isinstance(b, Op) and b.name == "mul" and isinstance(b.args[0], Const)
+        ):
             return _fold(mul(_fold(mul(a, b.args[0])), b.args[1]))
         case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "neg":
             return _fold(mul(_python(-a.value, expr.type), b.args[0]))

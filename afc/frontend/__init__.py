@@ -53,12 +53,16 @@ def _check(text: str, path: str, root: Path | None) -> Checked:
             blocks.check_alone(declaration)
         blocks.runtime_bounds.clear()
     source = Path(path).name
-    programs = [AttentionChecker(d, blocks, source).program() for d in file.declarations if d.kind == "attention"]
+    programs = [
+        AttentionChecker(d, blocks, source).program() for d in file.declarations if d.kind == "attention"
+    ]
     runner = ExampleRunner(blocks)
     outcomes = tuple(runner.run(e) for e in file.examples) if not report.errors else ()
     if report.errors:
         raise SourceError(report.found, texts=library.texts)
-    return Checked(path, text, tuple(p for p in programs if p is not None), outcomes, tuple(report.found), library.texts)
+    return Checked(
+        path, text, tuple(p for p in programs if p is not None), outcomes, tuple(report.found), library.texts
+    )
 
 
 def check_file(path: str | Path) -> Checked:
@@ -69,4 +73,3 @@ def check_file(path: str | Path) -> Checked:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError.of("E0601", f"cannot read {path}: {error}") from None
     return check_text(text, str(path), path.parent)
-

@@ -94,7 +94,10 @@ class Index:
 
 @dataclass(frozen=True)
 class Slice:
-    """`q[lo:hi]`: columns of q or k. As an assignment target without brackets, both are None and `whole` holds."""
+    """`q[lo:hi]`: columns of q or k.
+
+    As an assignment target without brackets, both are None and `whole` holds.
+    """
 
     base: str
     lo: Node | None
@@ -158,8 +161,8 @@ class Declaration:
     body: tuple[Assignment, ...]
     result: Node
     doc: str
-    span: Span       # of the name
-    extent: Span     # of the whole declaration
+    span: Span  # of the name
+    extent: Span  # of the whole declaration
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
-from afc.errors import Span
 from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors, formula_variables, variables
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
@@ -16,7 +15,17 @@ from afc.frontend.blocks import UNSUPPORTED_SLOTS, Blocks, call_text, convertibl
 from afc.frontend.normalizers import classify
 from afc.frontend.report import Report, did_you_mean
 from afc.frontend.scalars import Binding, Scope, TensorRef, expression
-from afc.ir.program import DIMENSIONS, Extent, Normalizer, Param, Program, Rotation, ScalarParam, Step, TensorParam
+from afc.ir.program import (
+    DIMENSIONS,
+    Extent,
+    Normalizer,
+    Param,
+    Program,
+    Rotation,
+    ScalarParam,
+    Step,
+    TensorParam,
+)
 
 RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
 
@@ -72,13 +81,22 @@ class AttentionChecker:
 
     def scope(self, names: dict[str, Binding] | None = None) -> Scope:
         """Scalars in reach of the attention's statements."""
-        return Scope(dict(self.names if names is None else names), self.report, self.blocks.functions, self.blocks.inline)
+        return Scope(
+            dict(self.names if names is None else names),
+            self.report,
+            self.blocks.functions,
+            self.blocks.inline,
+        )
 
     def program(self) -> Program | None:
         """The checked program, or None after reported mistakes."""
         if tuple(p.name for p in self.declaration.inputs) != ("q", "k", "v"):
-            self.report.error("E0130", "an attention's inputs are `q, k, v`, in this order", self.declaration.span,
-                              hint=f"write `attention {self.declaration.name}(q, k, v; ...)`")
+            self.report.error(
+                "E0130",
+                "an attention's inputs are `q, k, v`, in this order",
+                self.declaration.span,
+                hint=f"write `attention {self.declaration.name}(q, k, v; ...)`",
+            )
             return None
         before = len(self.report.errors)
         params = self.signature()
@@ -86,7 +104,9 @@ class AttentionChecker:
             self.assign(assignment)
         result = self.value(self.declaration.result, self.values, self.names)
         if result is not None and not isinstance(result, Output):
-            self.report.error("E0131", "an attention returns `normalizer(scores) @ v`", self.declaration.result.span)
+            self.report.error(
+                "E0131", "an attention returns `normalizer(scores) @ v`", self.declaration.result.span
+            )
         params = self.require_bounds(params)
         if len(self.report.errors) > before or not isinstance(result, Output):
             return None
@@ -95,18 +115,34 @@ class AttentionChecker:
     def assemble(self, result: Output, params: tuple[Param, ...]) -> Program:
         scores = result.weights.scores
         d = self.declaration
-        return Program(d.name, d.doc, self.source, d.span, params, scores.q.steps, scores.k.steps, scores.steps,
-                       scores.masks, result.weights.normalizer)
+        return Program(
+            d.name,
+            d.doc,
+            self.source,
+            d.span,
+            params,
+            scores.q.steps,
+            scores.k.steps,
+            scores.steps,
+            scores.masks,
+            result.weights.normalizer,
+        )
 
-    # ---- signature ---------------------------------------------------------------------------------------------
+    # ---- signature ----------------------------------------------------------------------------------------
 
     def signature(self) -> tuple[Param, ...]:
         """Parameters after `;`, declared in `names`."""
         params: list[Param] = []
         for parameter in self.declaration.options:
-            if parameter.name in (*self.names, *self.values, *RESERVED_OPTIONS) or parameter.name in {p.name for p in params}:
-                self.report.error("E0132", f"the name `{parameter.name}` is taken", parameter.span,
-                                  hint=f"reserved: q, k, v, {', '.join((*DIMENSIONS, *RESERVED_OPTIONS))}")
+            if parameter.name in (*self.names, *self.values, *RESERVED_OPTIONS) or parameter.name in {
+                p.name for p in params
+            }:
+                self.report.error(
+                    "E0132",
+                    f"the name `{parameter.name}` is taken",
+                    parameter.span,
+                    hint=f"reserved: q, k, v, {', '.join((*DIMENSIONS, *RESERVED_OPTIONS))}",
+                )
             elif parameter.shape is not None:
                 params.append(self.tensor(parameter))
             else:
@@ -114,14 +150,19 @@ class AttentionChecker:
         for name in sorted(new_dimensions(self.declaration)):
             self.names.setdefault(name, Var(name, Type.INT))
         for param in params:
-            is_tensor = isinstance(param, TensorParam)
-            self.names[param.name] = (TensorRef(param.name, len(param.shape), param.type) if is_tensor  # type: ignore[union-attr]
-                                      else Var(param.name, param.type))
+            if isinstance(param, TensorParam):
+                self.names[param.name] = TensorRef(param.name, len(param.shape), param.type)
+            else:
+                self.names[param.name] = Var(param.name, param.type)
         return tuple(params)
 
     def tensor(self, parameter: ast.Parameter) -> TensorParam:
         known = {d: Var(d, Type.INT) for d in (*DIMENSIONS, *new_dimensions(self.declaration))}
-        scalars = {p.name: Var(p.name, Type.INT) for p in self.declaration.options if p.type == "int" and p.shape is None}
+        scalars = {
+            p.name: Var(p.name, Type.INT)
+            for p in self.declaration.options
+            if p.type == "int" and p.shape is None
+        }
         extents = []
         for extent in parameter.shape or ():
             size = expression(extent.size, self.scope({**known, **scalars}))
@@ -129,25 +170,43 @@ class AttentionChecker:
                 self.report.error("E0202", "a size must be an int", extent.size.span)
             extents.append(Extent(simplify(size) if size is not None else const(0), extent.broadcast))
         if len(extents) > 4:
-            self.report.error("E0203", f"`{parameter.name}` has rank {len(extents)}; a captured tensor has rank 4 at most",
-                              parameter.span)
+            self.report.error(
+                "E0203",
+                f"`{parameter.name}` has rank {len(extents)}; a captured tensor has rank 4 at most",
+                parameter.span,
+            )
         if parameter.grad:
-            self.report.error("E0402", f"a gradient for the captured tensor `{parameter.name}` is outside what this version "
-                                       "compiles", parameter.span, hint="drop `grad`: the tensor is then a constant to autograd")
-        return TensorParam(parameter.name, tuple(extents), option_type(parameter), parameter.grad, parameter.span)
+            self.report.error(
+                "E0402",
+                f"a gradient for the captured tensor `{parameter.name}` is outside what this version "
+                "compiles",
+                parameter.span,
+                hint="drop `grad`: the tensor is then a constant to autograd",
+            )
+        return TensorParam(
+            parameter.name, tuple(extents), option_type(parameter), parameter.grad, parameter.span
+        )
 
     def scalar(self, parameter: ast.Parameter) -> ScalarParam:
         default = expression(parameter.default, self.scope()) if parameter.default is not None else None
         kind = option_type(parameter)
         if default is not None and (not isinstance(default, Const) or not convertible(default.type, kind)):
-            self.report.error("E0133", f"the default of `{parameter.name}` must be a {kind.value} literal", parameter.span)
+            self.report.error(
+                "E0133", f"the default of `{parameter.name}` must be a {kind.value} literal", parameter.span
+            )
             default = None
         if isinstance(default, Const) and kind is Type.FLOAT:
             default = to_float(default)
         bound = expression(parameter.bound, self.scope()) if parameter.bound is not None else None
         if bound is not None and not (isinstance(bound, Const) and bound.value == 0):
             self.report.error("E0134", "a run-time parameter may only be bounded as `> 0`", parameter.span)
-        return ScalarParam(parameter.name, kind, default if isinstance(default, Const) else None, bound is not None, parameter.span)
+        return ScalarParam(
+            parameter.name,
+            kind,
+            default if isinstance(default, Const) else None,
+            bound is not None,
+            parameter.span,
+        )
 
     def require_bounds(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
         """Turn bounds on run-time values into `positive` parameters, checked at each call."""
@@ -156,15 +215,27 @@ class AttentionChecker:
         for bound in self.blocks.runtime_bounds:
             if isinstance(bound.value, Var) and bound.value.name in names and bound.limit == 0:
                 positive.add(bound.value.name)
-            elif isinstance(bound.value, Op) and bound.value.name == "to_float" and isinstance(bound.value.args[0], Var):
+            elif (
+                isinstance(bound.value, Op)
+                and bound.value.name == "to_float"
+                and isinstance(bound.value.args[0], Var)
+            ):
                 positive.add(bound.value.args[0].name)
             elif variables(bound.value) & names:
-                self.report.error("E0302", f"`{bound.option}` must be greater than {bound.limit:g}, which cannot be checked for "
-                                           f"`{attn(bound.value)}`", bound.span, hint="pass a parameter or a literal")
+                self.report.error(
+                    "E0302",
+                    f"`{bound.option}` must be greater than {bound.limit:g}, which cannot be checked for "
+                    f"`{attn(bound.value)}`",
+                    bound.span,
+                    hint="pass a parameter or a literal",
+                )
         self.blocks.runtime_bounds.clear()
-        return tuple(replace(p, positive=True) if p.name in positive and isinstance(p, ScalarParam) else p for p in params)
+        return tuple(
+            replace(p, positive=True) if p.name in positive and isinstance(p, ScalarParam) else p
+            for p in params
+        )
 
-    # ---- statements --------------------------------------------------------------------------------------------
+    # ---- statements ---------------------------------------------------------------------------------------
 
     def assign(self, assignment: ast.Assignment) -> None:
         targets, value = assignment.targets, assignment.value
@@ -178,7 +249,9 @@ class AttentionChecker:
             if isinstance(value, ast.Call) and self.kind(value.function) is None and value.function != "dot":
                 self.unknown_block(value)
                 return
-            self.report.error("E0135", "only a row block (a rotation) gives several values or a slice", assignment.span)
+            self.report.error(
+                "E0135", "only a row block (a rotation) gives several values or a slice", assignment.span
+            )
             return
         target = targets[0]
         if self.is_scalar(value):
@@ -188,7 +261,9 @@ class AttentionChecker:
         if result is None:
             return
         if target.base in ("q", "k", "v") and not isinstance(result, Rows):
-            self.report.error("E0136", f"`{target.base}` is a tensor of rows; give the scores another name", target.span)
+            self.report.error(
+                "E0136", f"`{target.base}` is a tensor of rows; give the scores another name", target.span
+            )
             return
         self.values[target.base] = result
 
@@ -225,28 +300,43 @@ class AttentionChecker:
 
     def unknown_block(self, node: ast.Call) -> None:
         blocks = [n for n, d in self.blocks.declarations.items() if d.kind != "attention"]
-        self.report.error("E0105", f"unknown block `{node.function}`", node.span, hint=did_you_mean(node.function, [*blocks, "dot"]))
+        self.report.error(
+            "E0105",
+            f"unknown block `{node.function}`",
+            node.span,
+            hint=did_you_mean(node.function, [*blocks, "dot"]),
+        )
 
     def unsupported(self, node: ast.Call) -> None:
         kind = self.kind(node.function)
         assert kind is not None
-        self.report.error("E0401", f"`{node.function}` is a `{kind}` block ({UNSUPPORTED_SLOTS[kind]}), "
-                                   "which is outside what this version compiles", node.span)
+        self.report.error(
+            "E0401",
+            f"`{node.function}` is a `{kind}` block ({UNSUPPORTED_SLOTS[kind]}), "
+            "which is outside what this version compiles",
+            node.span,
+        )
 
-    # ---- rotations ---------------------------------------------------------------------------------------------
+    # ---- rotations ----------------------------------------------------------------------------------------
 
     def rotate(self, targets: tuple[ast.Slice, ...], node: ast.Call) -> None:
         declaration = self.blocks.declarations[node.function]
         if len(node.args) != len(targets):
-            self.report.error("E0137", f"{len(targets)} target(s) but {len(node.args)} row(s) to rotate", node.span)
+            self.report.error(
+                "E0137", f"{len(targets)} target(s) but {len(node.args)} row(s) to rotate", node.span
+            )
             return
         for target, source in zip(targets, node.args, strict=True):
             rows = self.rows(source)
             if rows is None:
                 return
             if not self.same_columns(target, source):
-                self.report.error("E0138", "a rotated slice goes back where it came from", target.span,
-                                  hint="write `q[a:b], k[a:b] = f(q[a:b], k[a:b])`")
+                self.report.error(
+                    "E0138",
+                    "a rotated slice goes back where it came from",
+                    target.span,
+                    hint="write `q[a:b], k[a:b] = f(q[a:b], k[a:b])`",
+                )
                 return
             step = self.rotation(declaration, node, rows)
             if step is None:
@@ -272,7 +362,9 @@ class AttentionChecker:
             return tuple(None if n is None else expression(n, self.scope()) for n in (node.lo, node.hi))  # type: ignore[return-value]
 
         if isinstance(source, ast.Name):
-            return target.whole and (target.base not in ("q", "k", "v") or self.values.get(source.id) is not None)
+            return target.whole and (
+                target.base not in ("q", "k", "v") or self.values.get(source.id) is not None
+            )
         assert isinstance(source, ast.Slice)
         return target.base == source.base and bounds(target) == bounds(source)
 
@@ -280,7 +372,9 @@ class AttentionChecker:
         assert rows.lo is not None and rows.hi is not None
         width = rows.hi if rows.lo == const(0) else simplify(Op("sub", (rows.hi, rows.lo), Type.INT))
         if declaration.pairing not in ("half", "adjacent"):
-            self.report.error("E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span)
+            self.report.error(
+                "E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span
+            )
             return None
         options = self.blocks.bind_options(declaration, node, self.scope())
         if options is None:
@@ -291,13 +385,26 @@ class AttentionChecker:
             return None
         reads = sorted((formula_variables(formula) & {"b", "h", "r"}) | set(formula_tensors(formula)))
         if reads:
-            self.report.error("E0403", f"a rotation that reads {', '.join(reads)} is outside what this version compiles",
-                              node.span, hint="a rotation may depend on the position `p` and the pair `c`")
+            self.report.error(
+                "E0403",
+                f"a rotation that reads {', '.join(reads)} is outside what this version compiles",
+                node.span,
+                hint="a rotation may depend on the position `p` and the pair `c`",
+            )
             return None
-        return Rotation(declaration.name, formula, call_text(declaration, options), declaration.doc, node.span,
-                        declaration.span, first=rows.lo, width=width, pairing=declaration.pairing)  # type: ignore[arg-type]
+        return Rotation(
+            declaration.name,
+            formula,
+            call_text(declaration, options),
+            declaration.doc,
+            node.span,
+            declaration.span,
+            first=rows.lo,
+            width=width,
+            pairing="half" if declaration.pairing == "half" else "adjacent",
+        )
 
-    # ---- scores, weights, output -------------------------------------------------------------------------------
+    # ---- scores, weights, output --------------------------------------------------------------------------
 
     def value(self, node: ast.Node, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
         """A row, score, weight or output value."""
@@ -305,14 +412,21 @@ class AttentionChecker:
             case ast.Name(id=name) if name in values:
                 return values[name]
             case ast.Name(id=name):
-                self.report.error("E0101", f"unknown value `{name}`", node.span, hint=did_you_mean(name, values))
+                self.report.error(
+                    "E0101", f"unknown value `{name}`", node.span, hint=did_you_mean(name, values)
+                )
             case ast.Binary(op="@"):
                 return self.output(node, values, names)
             case ast.Call():
                 return self.call(node, values, names)
             case ast.Binary(op=op):
-                self.report.error("E0140", f"`{op}` does not combine rows, scores or weights; an attention is one softmax over one "
-                                           "score matrix", node.span, hint="put arithmetic into a `score` block")
+                self.report.error(
+                    "E0140",
+                    f"`{op}` does not combine rows, scores or weights; an attention is one softmax over one "
+                    "score matrix",
+                    node.span,
+                    hint="put arithmetic into a `score` block",
+                )
             case _:
                 self.report.error("E0141", "this is not a row, score or weight value", node.span)
         return None
@@ -323,7 +437,9 @@ class AttentionChecker:
         if left is None or right is None:
             return None
         if not isinstance(left, Weights):
-            self.report.error("E0142", "the left side of `@` is a normalizer's result, such as `softmax(s)`", node.left.span)
+            self.report.error(
+                "E0142", "the left side of `@` is a normalizer's result, such as `softmax(s)`", node.left.span
+            )
             return None
         if not (isinstance(right, Rows) and right.operand == "v" and not right.steps):
             self.report.error("E0143", "the right side of `@` is `v`", node.right.span)
@@ -343,8 +459,12 @@ class AttentionChecker:
         if declaration.kind == "fn":
             return self.macro(declaration, node, values, names)
         if declaration.kind not in ("score", "mask", "normalizer"):
-            self.report.error("E0144", f"a {declaration.kind} cannot be used here", node.span,
-                              hint="assign its result: `q, k = rope(q, k)`" if declaration.kind == "rotate" else None)
+            self.report.error(
+                "E0144",
+                f"a {declaration.kind} cannot be used here",
+                node.span,
+                hint="assign its result: `q, k = rope(q, k)`" if declaration.kind == "rotate" else None,
+            )
             return None
         return self.block(declaration, node, values, names)
 
@@ -361,11 +481,20 @@ class AttentionChecker:
             return None
         return Scores(replace(q, lo=None, hi=None), replace(k, lo=None, hi=None))
 
-    def block(self, declaration: ast.Declaration, node: ast.Call, values: dict[str, Value],
-              names: dict[str, Binding]) -> Value | None:
+    def block(
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        values: dict[str, Value],
+        names: dict[str, Binding],
+    ) -> Value | None:
         if len(node.args) != 1:
-            self.report.error("E0106", f"`{declaration.name}` takes the scores, and options after `;`", node.span,
-                              hint=f"write `{declaration.name}(s; ...)`")
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` takes the scores, and options after `;`",
+                node.span,
+                hint=f"write `{declaration.name}(s; ...)`",
+            )
             return None
         scores = self.value(node.args[0], values, names)
         options = self.blocks.bind_options(declaration, node, self.scope(names))
@@ -380,17 +509,33 @@ class AttentionChecker:
         formula = self.blocks.instantiate(declaration, options, {})
         if formula is None:
             return None
-        step = Step(declaration.name, formula, call_text(declaration, options), declaration.doc, node.span, declaration.span)
+        step = Step(
+            declaration.name,
+            formula,
+            call_text(declaration, options),
+            declaration.doc,
+            node.span,
+            declaration.span,
+        )
         if declaration.kind == "mask":
             return replace(scores, masks=(*scores.masks, step))
         return replace(scores, steps=(*scores.steps, step))
 
-    def macro(self, declaration: ast.Declaration, node: ast.Call, values: dict[str, Value],
-              names: dict[str, Binding]) -> Value | None:
+    def macro(
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        values: dict[str, Value],
+        names: dict[str, Binding],
+    ) -> Value | None:
         """A `fn` over rows and scores, such as `scaled_dot_product`: its body is evaluated in place."""
         if len(node.args) != len(declaration.inputs):
-            self.report.error("E0106", f"`{declaration.name}` takes {len(declaration.inputs)} value(s) before `;`, "
-                                       f"not {len(node.args)}", node.span)
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` takes {len(declaration.inputs)} value(s) before `;`, "
+                f"not {len(node.args)}",
+                node.span,
+            )
             return None
         args = [self.value(a, values, names) for a in node.args]
         options = self.blocks.bind_options(declaration, node, self.scope(names))
@@ -401,8 +546,17 @@ class AttentionChecker:
         result = self.value(declaration.result, inner, {**dims, **options})
         if isinstance(result, Scores):  # messages and text name what the user wrote
             used = isinstance(declaration.result, ast.Call)
-            steps = tuple(replace(s, block=declaration.name, call=call_text(declaration, options), doc=declaration.doc,
-                                  span=node.span) if used and n == len(result.steps) - 1 else s
-                          for n, s in enumerate(result.steps))
+            steps = tuple(
+                replace(
+                    s,
+                    block=declaration.name,
+                    call=call_text(declaration, options),
+                    doc=declaration.doc,
+                    span=node.span,
+                )
+                if used and n == len(result.steps) - 1
+                else s
+                for n, s in enumerate(result.steps)
+            )
             return replace(result, steps=steps)
         return result

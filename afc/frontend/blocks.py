@@ -35,10 +35,24 @@ _INDICES = {name: INTEGER for name in INDEX_NAMES}
 SLOTS: dict[str, Slot] = {
     "score": Slot({"s": Type.FLOAT, **_INDICES}, DIMENSIONS, Type.FLOAT),
     "mask": Slot(_INDICES, DIMENSIONS, Type.BOOL),
-    "rotate": Slot({"x0": Type.FLOAT, "x1": Type.FLOAT, "p": INTEGER, "c": INTEGER, "b": INTEGER, "h": INTEGER, "r": INTEGER},
-                   (*DIMENSIONS, "D", "L"), Type.FLOAT, 2),
-    "normalizer": Slot({"s": Type.FLOAT, "b": INTEGER, "h": INTEGER, "i": INTEGER, "m": INTEGER}, DIMENSIONS, Type.FLOAT),
-}  # fmt: skip
+    "rotate": Slot(
+        {
+            "x0": Type.FLOAT,
+            "x1": Type.FLOAT,
+            "p": INTEGER,
+            "c": INTEGER,
+            "b": INTEGER,
+            "h": INTEGER,
+            "r": INTEGER,
+        },
+        (*DIMENSIONS, "D", "L"),
+        Type.FLOAT,
+        2,
+    ),
+    "normalizer": Slot(
+        {"s": Type.FLOAT, "b": INTEGER, "h": INTEGER, "i": INTEGER, "m": INTEGER}, DIMENSIONS, Type.FLOAT
+    ),
+}
 
 UNSUPPORTED_SLOTS = {
     "row": "reductions over a q or k row",
@@ -113,13 +127,18 @@ class Blocks:
         calls = [c for a in declaration.body for c in _calls(a.value)] + _calls(declaration.result)
         for name in calls:
             callee = self.declarations.get(name)
-            if name == "dot" or (callee is not None and callee.kind == "fn" and name not in seen
-                                 and self.is_macro(callee, seen | {declaration.name})):
+            if name == "dot" or (
+                callee is not None
+                and callee.kind == "fn"
+                and name not in seen
+                and self.is_macro(callee, seen | {declaration.name})
+            ):
                 return True
         return False
 
-    def instantiate(self, declaration: ast.Declaration, options: Mapping[str, Binding],
-                    dimensions: Mapping[str, Expr]) -> Formula | None:
+    def instantiate(
+        self, declaration: ast.Declaration, options: Mapping[str, Binding], dimensions: Mapping[str, Expr]
+    ) -> Formula | None:
         """The block's formula with `options` bound; `dimensions` gives values to D and L of a rotation."""
         names = self._inputs(declaration)
         if names is None:
@@ -139,8 +158,12 @@ class Blocks:
         extra = [p for p in declaration.options if p.shape is None and p.type is None and p.name in allowed]
         wrong = [p for p in declaration.inputs if p.name not in allowed]
         for parameter in wrong:
-            self.report.error("E0115", f"a {declaration.kind} block cannot see `{parameter.name}`", parameter.span,
-                              hint=f"it may name any of: {', '.join(allowed)}")
+            self.report.error(
+                "E0115",
+                f"a {declaration.kind} block cannot see `{parameter.name}`",
+                parameter.span,
+                hint=f"it may name any of: {', '.join(allowed)}",
+            )
         if wrong:
             return None
         return {p.name: Var(p.name, allowed[p.name]) for p in (*declaration.inputs, *extra)}
@@ -150,28 +173,44 @@ class Blocks:
         if slot is None:
             return result
         if len(result.results) != slot.results:
-            self.report.error("E0116", f"a {declaration.kind} block returns {slot.results} value(s), "
-                                       f"this returns {len(result.results)}", declaration.result.span)
+            self.report.error(
+                "E0116",
+                f"a {declaration.kind} block returns {slot.results} value(s), "
+                f"this returns {len(result.results)}",
+                declaration.result.span,
+            )
             return None
         converted = []
         for value in result.results:
             if slot.result is Type.FLOAT and value.type is Type.INT:
                 value = to_float(value)
             if value.type is not slot.result:
-                self.report.error("E0103", f"a {declaration.kind} block returns {slot.result.value}, "
-                                           f"this returns {value.type.value}", declaration.result.span)
+                self.report.error(
+                    "E0103",
+                    f"a {declaration.kind} block returns {slot.result.value}, "
+                    f"this returns {value.type.value}",
+                    declaration.result.span,
+                )
                 return None
             converted.append(value)
         return Formula(tuple(converted), result.lets)
 
-    def inline(self, declaration: ast.Declaration, node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
+    def inline(
+        self, declaration: ast.Declaration, node: ast.Call, args: list[Expr], scope: Scope
+    ) -> Expr | None:
         """A function, mask or score called inside a formula."""
         if scope.depth >= MAX_INLINE_DEPTH:
-            self.report.error("E0117", f"`{declaration.name}` calls itself; recursion has no meaning here", node.span)
+            self.report.error(
+                "E0117", f"`{declaration.name}` calls itself; recursion has no meaning here", node.span
+            )
             return None
         if len(args) > len(declaration.inputs):
-            self.report.error("E0106", f"`{declaration.name}` takes {len(declaration.inputs)} argument(s) before `;`, "
-                                       f"not {len(args)}", node.span)
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` takes {len(declaration.inputs)} argument(s) before `;`, "
+                f"not {len(args)}",
+                node.span,
+            )
             return None
         options = self.bind_options(declaration, node, scope, inputs_too=len(args))
         names: dict[str, Binding] = {d: Var(d, INTEGER) for d in (*DIMENSIONS, *new_dimensions(declaration))}
@@ -179,14 +218,26 @@ class Blocks:
         for parameter, arg in zip(declaration.inputs, args, strict=False):
             wanted = types.get(parameter.name, option_type(parameter) if parameter.type else arg.type)
             if not convertible(arg.type, wanted):
-                self.report.error("E0103", f"`{parameter.name}` of `{declaration.name}` must be {wanted.value}, "
-                                           f"not {arg.type.value}", node.span)
+                self.report.error(
+                    "E0103",
+                    f"`{parameter.name}` of `{declaration.name}` must be {wanted.value}, "
+                    f"not {arg.type.value}",
+                    node.span,
+                )
                 return None
             names[parameter.name] = to_float(arg) if wanted is Type.FLOAT else arg
         if options is None:
             return None
         prefix = self._prefix(declaration.name, scope)
-        inner = Scope({**names, **options}, self.report, self.functions, self.inline, scope.lets, prefix, scope.depth + 1)
+        inner = Scope(
+            {**names, **options},
+            self.report,
+            self.functions,
+            self.inline,
+            scope.lets,
+            prefix,
+            scope.depth + 1,
+        )
         result = formula(declaration, inner)
         if result is None:
             return None
@@ -202,8 +253,9 @@ class Blocks:
             prefix = f"{name}{count}_"
         return prefix
 
-    def bind_options(self, declaration: ast.Declaration, node: ast.Call, scope: Scope,
-                     inputs_too: int | None = None) -> dict[str, Binding] | None:
+    def bind_options(
+        self, declaration: ast.Declaration, node: ast.Call, scope: Scope, inputs_too: int | None = None
+    ) -> dict[str, Binding] | None:
         """Values of a call's named arguments, defaults filled in; checks names, types and `> bound`.
 
         `inputs_too`: inputs from this position on may have defaults and be named too (functions).
@@ -229,19 +281,34 @@ class Blocks:
         for position, keyword in enumerate(node.keywords):
             if keyword.name not in names:
                 options = ", ".join(sorted(names)) or "none"
-                self.report.error("E0118", f"`{declaration.name}` has no option `{keyword.name}`", keyword.span,
-                                  hint=did_you_mean(keyword.name, names) or f"its options: {options}")
+                self.report.error(
+                    "E0118",
+                    f"`{declaration.name}` has no option `{keyword.name}`",
+                    keyword.span,
+                    hint=did_you_mean(keyword.name, names) or f"its options: {options}",
+                )
                 ok = False
             elif keyword.name in [k.name for k in node.keywords[:position]]:
                 self.report.error("E0119", f"option `{keyword.name}` is given twice", keyword.span)
                 ok = False
         return ok
 
-    def _option(self, declaration: ast.Declaration, parameter: ast.Parameter, keyword: ast.Keyword | None,
-                node: ast.Call, scope: Scope, bound: Mapping[str, Binding]) -> Binding | None:
+    def _option(
+        self,
+        declaration: ast.Declaration,
+        parameter: ast.Parameter,
+        keyword: ast.Keyword | None,
+        node: ast.Call,
+        scope: Scope,
+        bound: Mapping[str, Binding],
+    ) -> Binding | None:
         if keyword is None and parameter.default is None:
-            self.report.error("E0120", f"`{declaration.name}` needs a value for `{parameter.name}`", node.span,
-                              hint=f"write `{declaration.name}(...; {parameter.name} = ...)`")
+            self.report.error(
+                "E0120",
+                f"`{declaration.name}` needs a value for `{parameter.name}`",
+                node.span,
+                hint=f"write `{declaration.name}(...; {parameter.name} = ...)`",
+            )
             return None
         if parameter.shape is not None:
             assert keyword is not None or parameter.default is not None
@@ -258,30 +325,49 @@ class Blocks:
             return None
         wanted = option_type(parameter)
         if not convertible(value.type, wanted):
-            self.report.error("E0103", f"option `{parameter.name}` of `{declaration.name}` must be {wanted.value}, "
-                                       f"not {value.type.value}", span)
+            self.report.error(
+                "E0103",
+                f"option `{parameter.name}` of `{declaration.name}` must be {wanted.value}, "
+                f"not {value.type.value}",
+                span,
+            )
             return None
         value = simplify(to_float(value) if wanted is Type.FLOAT else value)
         return value if self._bound(declaration, parameter, value, span, scope) else None
 
-    def _tensor(self, declaration: ast.Declaration, parameter: ast.Parameter, keyword: ast.Keyword | None,
-                scope: Scope) -> Binding | None:
+    def _tensor(
+        self,
+        declaration: ast.Declaration,
+        parameter: ast.Parameter,
+        keyword: ast.Keyword | None,
+        scope: Scope,
+    ) -> Binding | None:
         node = keyword.value if keyword is not None else parameter.default
         assert node is not None and parameter.shape is not None
         rank = len(parameter.shape)
         binding = scope.names.get(node.id) if isinstance(node, ast.Name) else None
         if not isinstance(binding, TensorRef):
             name = node.id if isinstance(node, ast.Name) else parameter.name
-            self.report.error("E0121", f"option `{parameter.name}` of `{declaration.name}` must be a tensor of rank {rank}",
-                              node.span, hint=f"declare it in the attention's signature: `{name}[...]`")
+            self.report.error(
+                "E0121",
+                f"option `{parameter.name}` of `{declaration.name}` must be a tensor of rank {rank}",
+                node.span,
+                hint=f"declare it in the attention's signature: `{name}[...]`",
+            )
             return None
         if binding.rank != rank or binding.type is not option_type(parameter):
-            self.report.error("E0201", f"`{parameter.name}` of `{declaration.name}` is a {option_type(parameter).value} tensor "
-                                       f"of rank {rank}; `{binding.name}` is {binding.type.value} of rank {binding.rank}", node.span)
+            self.report.error(
+                "E0201",
+                f"`{parameter.name}` of `{declaration.name}` is a {option_type(parameter).value} tensor "
+                f"of rank {rank}; `{binding.name}` is {binding.type.value} of rank {binding.rank}",
+                node.span,
+            )
             return None
         return binding
 
-    def _bound(self, declaration: ast.Declaration, parameter: ast.Parameter, value: Expr, span: Span, scope: Scope) -> bool:
+    def _bound(
+        self, declaration: ast.Declaration, parameter: ast.Parameter, value: Expr, span: Span, scope: Scope
+    ) -> bool:
         if parameter.bound is None:
             return True
         limit = expression(parameter.bound, scope)
@@ -289,11 +375,17 @@ class Blocks:
             self.report.error("E0122", "a bound is a literal", parameter.bound.span)
             return False
         if isinstance(value, Const) and not value.value > limit.value:
-            self.report.error("E0301", f"`{parameter.name}` of `{declaration.name}` must be greater than {limit.value}, "
-                                       f"not {value.value}", span)
+            self.report.error(
+                "E0301",
+                f"`{parameter.name}` of `{declaration.name}` must be greater than {limit.value}, "
+                f"not {value.value}",
+                span,
+            )
             return False
         if not isinstance(value, Const):
-            self.runtime_bounds.append(RuntimeBound(value, float(limit.value), f"{declaration.name}; {parameter.name}", span))
+            self.runtime_bounds.append(
+                RuntimeBound(value, float(limit.value), f"{declaration.name}; {parameter.name}", span)
+            )
         return True
 
 

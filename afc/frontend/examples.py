@@ -44,7 +44,8 @@ class ExampleRunner:
         if got is None:
             return Outcome(example, None, False)
         close = len(got) == len(expected) and all(
-            self.close(value, node) for value, node in zip(got, expected, strict=True))
+            self.close(value, node) for value, node in zip(got, expected, strict=True)
+        )
         if not close:
             shown = ", ".join(f"{v:.10g}" if isinstance(v, float) else str(v).lower() for v in got)
             self.report.error("E0310", f"this example does not hold: the formula gives {shown}", example.span)
@@ -92,8 +93,11 @@ class ExampleRunner:
         if given is None or any(a is None for a in args):
             return None
         if len(args) != len(declaration.inputs):
-            self.report.error("E0106", f"`{declaration.name}` has {len(declaration.inputs)} input(s), the example gives {len(args)}",
-                              call.span)
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` has {len(declaration.inputs)} input(s), the example gives {len(args)}",
+                call.span,
+            )
             return None
         env: dict[str, Any] = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
         bindings, tensors = self.bindings(declaration, given, call)
@@ -106,13 +110,18 @@ class ExampleRunner:
         try:
             values = evaluate_formula(formula, env, tensors)
         except KeyError as missing:
-            self.report.error("E0313", f"the example needs a value for {missing}", call.span,
-                              hint=f"write `; {str(missing).strip(chr(39))} = ...`")
+            self.report.error(
+                "E0313",
+                f"the example needs a value for {missing}",
+                call.span,
+                hint=f"write `; {str(missing).strip(chr(39))} = ...`",
+            )
             return None
         return tuple(bool(v) if declaration.kind == "mask" else float(v) for v in values)
 
-    def bindings(self, declaration: ast.Declaration, given: Mapping[str, Any],
-                 call: ast.Call) -> tuple[dict[str, Binding] | None, dict[str, Any]]:
+    def bindings(
+        self, declaration: ast.Declaration, given: Mapping[str, Any], call: ast.Call
+    ) -> tuple[dict[str, Binding] | None, dict[str, Any]]:
         """Options as variables or tensors; a default applies where the example gives nothing."""
         bound: dict[str, Binding] = {}
         tensors: dict[str, Any] = {}
@@ -120,7 +129,12 @@ class ExampleRunner:
         names = {p.name for p in declaration.options} | set(slot.dimensions if slot else ())
         for name in given:
             if name not in names and not name[0].isupper():
-                self.report.error("E0118", f"`{declaration.name}` has no option `{name}`", call.span, hint=did_you_mean(name, names))
+                self.report.error(
+                    "E0118",
+                    f"`{declaration.name}` has no option `{name}`",
+                    call.span,
+                    hint=did_you_mean(name, names),
+                )
                 return None, {}
         for option in declaration.options:
             if option.shape is not None:
@@ -134,14 +148,18 @@ class ExampleRunner:
                     return None, {}
                 bound[option.name] = value
             elif slot is None or option.name not in slot.inputs:
-                self.report.error("E0120", f"`{declaration.name}` needs a value for `{option.name}`", call.span)
+                self.report.error(
+                    "E0120", f"`{declaration.name}` needs a value for `{option.name}`", call.span
+                )
                 return None, {}
         return bound, tensors
 
     def default(self, option: ast.Parameter, bound: Mapping[str, Binding]) -> Expr | None:
         assert option.default is not None
         dims: dict[str, Binding] = {"Dqk": Var("Dqk", Type.INT), "Dv": Var("Dv", Type.INT)}
-        value = expression(option.default, Scope({**dims, **bound}, self.report, self.blocks.functions, self.blocks.inline))
+        value = expression(
+            option.default, Scope({**dims, **bound}, self.report, self.blocks.functions, self.blocks.inline)
+        )
         if isinstance(value, Const) and option_type(option) is Type.FLOAT:
             return Const(float(value.value), Type.FLOAT)
         return value
@@ -167,7 +185,9 @@ class ExampleRunner:
         """A function over rows: `q` and `k` are lists, `dot` is their inner product."""
         args = [self.literal(a) for a in call.args]
         if len(args) != len(declaration.inputs) or any(not isinstance(a, np.ndarray) for a in args):
-            self.report.error("E0314", f"an example of `{declaration.name}` gives a list for each row", call.span)
+            self.report.error(
+                "E0314", f"an example of `{declaration.name}` gives a list for each row", call.span
+            )
             return None
         options = self.constants(call)
         if options is None:
@@ -188,8 +208,14 @@ class ExampleRunner:
             return float(q @ k)
         inner = self.macro_value(node.args[0], rows, env)
         declaration = self.blocks.declarations[node.function]
-        scope = Scope({n: Var(n, Type.FLOAT) for n in env}, self.report, self.blocks.functions, self.blocks.inline)
+        scope = Scope(
+            {n: Var(n, Type.FLOAT) for n in env}, self.report, self.blocks.functions, self.blocks.inline
+        )
         options = self.blocks.bind_options(declaration, node, scope)
         formula = self.blocks.instantiate(declaration, options or {}, {})
         self.blocks.runtime_bounds.clear()
-        return None if formula is None or inner is None else float(evaluate_formula(formula, {"s": inner, **env})[0])
+        return (
+            None
+            if formula is None or inner is None
+            else float(evaluate_formula(formula, {"s": inner, **env})[0])
+        )

@@ -27,13 +27,16 @@ class Library:
 def prelude_files() -> tuple[ast.File, ...]:
     """The parsed prelude, in file-name order. Paths in messages read `prelude/<file>`."""
     folder = paths.grammar() / "prelude"
-    return tuple(parse(p.read_text(encoding="utf-8"), f"prelude/{p.name}") for p in sorted(folder.glob("*.attn")))
+    return tuple(
+        parse(p.read_text(encoding="utf-8"), f"prelude/{p.name}") for p in sorted(folder.glob("*.attn"))
+    )
 
 
 def gather(file: ast.File, report: Report, root: Path | None = None) -> Library:
     """The library of a file. `root`: folder of the file, needed if it imports.
 
-    A definition may shadow one of the prelude (a note); two in one file, or in two imports, are an error (E0108).
+    A definition may shadow one of the prelude (a note); two in one file, or in two imports, are an error
+    (E0108).
     """
     declarations: dict[str, ast.Declaration] = {}
     texts: dict[str, str] = {}
@@ -46,8 +49,12 @@ def gather(file: ast.File, report: Report, root: Path | None = None) -> Library:
         texts[source.path] = source.text
         for declaration in source.declarations:
             if declaration.name in own:
-                report.error("E0108", f"`{declaration.name}` is declared twice", declaration.span,
-                             notes=(f"first declared at {own[declaration.name].span}",))
+                report.error(
+                    "E0108",
+                    f"`{declaration.name}` is declared twice",
+                    declaration.span,
+                    notes=(f"first declared at {own[declaration.name].span}",),
+                )
             elif declaration.name in prelude:
                 report.note("E0109", f"`{declaration.name}` shadows the prelude's", declaration.span)
             own[declaration.name] = declaration
@@ -62,7 +69,9 @@ def _imported(file: ast.File, root: Path | None, chain: tuple[str, ...]) -> list
             raise SourceError.of("E0009", "text without a folder cannot import", item.span)
         path = root / item.path
         if Path(item.path).is_absolute() or ".." in Path(item.path).parts:
-            raise SourceError.of("E0010", f"an import is relative and stays below its file: {item.path!r}", item.span)
+            raise SourceError.of(
+                "E0010", f"an import is relative and stays below its file: {item.path!r}", item.span
+            )
         if not path.is_file():
             raise SourceError.of("E0011", f"no file {item.path!r} beside {file.path}", item.span)
         name = str(Path(file.path).parent / item.path)

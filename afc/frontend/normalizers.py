@@ -17,47 +17,76 @@ from afc.ir.program import DIMENSIONS, Normalizer
 FORMS = "w(s) or w(s) / (sum(w(s)) + extra)"
 
 
-def classify(declaration: ast.Declaration, node: ast.Call, options: Mapping[str, Binding], blocks: Blocks) -> Normalizer | None:
+def classify(
+    declaration: ast.Declaration, node: ast.Call, options: Mapping[str, Binding], blocks: Blocks
+) -> Normalizer | None:
     """The normalizer's parts; reports E0304 for a form that is not one pass over the keys."""
     scope = _scope(options, blocks)
     parts = split(declaration.result)
     if declaration.body or parts is None:
-        blocks.report.error("E0304", f"`{declaration.name}` is not of the form {FORMS}", declaration.result.span,
-                            hint="anything else is not an online normalizer")
+        blocks.report.error(
+            "E0304",
+            f"`{declaration.name}` is not of the form {FORMS}",
+            declaration.result.span,
+            hint="anything else is not an online normalizer",
+        )
         return None
     weight_node, sum_node, extra_node = parts
     weight = expression(weight_node, scope)
     if weight is None:
         return None
     if sum_node is not None and expression(sum_node, scope) != weight:
-        blocks.report.error("E0305", "the sum must be over the same weights as the numerator", declaration.result.span)
+        blocks.report.error(
+            "E0305", "the sum must be over the same weights as the numerator", declaration.result.span
+        )
         return None
     extra = None
     if extra_node is not None:
         value = expression(extra_node, scope)
         extra = None if value is None else Formula((value,))
         if extra is None or "s" in formula_variables(extra):
-            blocks.report.error("E0306", "what is added to the sum may not depend on the key", declaration.result.span)
+            blocks.report.error(
+                "E0306", "what is added to the sum may not depend on the key", declaration.result.span
+            )
             return None
     exponential = weight == Op("exp", (Var("s", Type.FLOAT),), Type.FLOAT)
     if not exponential or sum_node is None or extra is not None:
-        blocks.report.error("E0404", f"`{declaration.name}`: this version compiles exp(s) / sum(exp(s)) only", node.span,
-                            hint="use `softmax`")
+        blocks.report.error(
+            "E0404",
+            f"`{declaration.name}`: this version compiles exp(s) / sum(exp(s)) only",
+            node.span,
+            hint="use `softmax`",
+        )
         return None
-    return Normalizer(declaration.name, Formula(inline_lets(Formula((weight,)))), exponential, True, extra,
-                      call_text(declaration, dict(options)), declaration.doc, node.span, declaration.span)
+    return Normalizer(
+        declaration.name,
+        Formula(inline_lets(Formula((weight,)))),
+        exponential,
+        True,
+        extra,
+        call_text(declaration, dict(options)),
+        declaration.doc,
+        node.span,
+        declaration.span,
+    )
 
 
 def check_alone(declaration: ast.Declaration, blocks: Blocks) -> None:
     """Check a normalizer without a caller: its form, and the names in its parts."""
     parts = split(declaration.result)
     if declaration.body or parts is None:
-        blocks.report.error("E0304", f"`{declaration.name}` is not of the form {FORMS}", declaration.result.span)
+        blocks.report.error(
+            "E0304", f"`{declaration.name}` is not of the form {FORMS}", declaration.result.span
+        )
         return
     options: dict[str, Binding] = {}
     for option in declaration.options:
         kind = option_type(option)
-        options[option.name] = Var(option.name, kind) if option.shape is None else TensorRef(option.name, len(option.shape), kind)
+        options[option.name] = (
+            Var(option.name, kind)
+            if option.shape is None
+            else TensorRef(option.name, len(option.shape), kind)
+        )
     for part in parts:
         if part is not None:
             expression(part, _scope(options, blocks))
@@ -72,12 +101,24 @@ def split(result: ast.Node) -> tuple[ast.Node, ast.Node | None, ast.Node | None]
     return _denominator(result.left, result.right)
 
 
-def _denominator(weight: ast.Node, node: ast.Node) -> tuple[ast.Node, ast.Node | None, ast.Node | None] | None:
-    if isinstance(node, ast.Call) and node.function == "sum" and len(node.args) == 1 and not _has_sum(node.args[0]):
+def _denominator(
+    weight: ast.Node, node: ast.Node
+) -> tuple[ast.Node, ast.Node | None, ast.Node | None] | None:
+    if (
+        isinstance(node, ast.Call)
+        and node.function == "sum"
+        and len(node.args) == 1
+        and not _has_sum(node.args[0])
+    ):
         return weight, node.args[0], None
     if isinstance(node, ast.Binary) and node.op == "+":
         for summed, extra in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(summed, ast.Call) and summed.function == "sum" and not _has_sum(extra) and len(summed.args) == 1:
+            if (
+                isinstance(summed, ast.Call)
+                and summed.function == "sum"
+                and not _has_sum(extra)
+                and len(summed.args) == 1
+            ):
                 return weight, summed.args[0], extra
     return None
 

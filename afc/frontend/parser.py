@@ -9,22 +9,55 @@ from typing import Any
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
 
+from afc import paths
 from afc.errors import SourceError, Span
 from afc.frontend import ast
-from afc import paths
 
 EDITION = 1
 
 TERMINALS = {
-    "NAME": "a name", "INT": "a number", "FLOAT": "a number", "STRING": "a string", "SLOT": "a declaration",
-    "LPAR": "`(`", "RPAR": "`)`", "LBRACE": "`{`", "RBRACE": "`}`", "LSQB": "`[`", "RSQB": "`]`", "COMMA": "`,`",
-    "SEMICOLON": "`;`", "COLON": "`:`", "EQUAL": "`=`", "VBAR": "`|`", "PLUS": "an operator", "MINUS": "an operator",
-    "STAR": "an operator", "SLASH": "an operator", "SLASHSLASH": "an operator", "PERCENT": "an operator",
-    "AT": "`@`", "POW": "an operator", "COMPARE": "a comparison", "AND": "`and`", "OR": "`or`", "NOT": "`not`",
-    "IF": "`if`", "THEN": "`then`", "ELSE": "`else`", "RETURN": "`return`", "TRUE": "`true`", "FALSE": "`false`",
-    "EXAMPLE": "`example`", "IMPORT": "`import`", "EDITION": "`edition`", "OVER": "`over`", "TYPE": "a type",
-    "GRAD": "`grad`", "$END": "the end of the file",
-}  # fmt: skip
+    "NAME": "a name",
+    "INT": "a number",
+    "FLOAT": "a number",
+    "STRING": "a string",
+    "SLOT": "a declaration",
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LBRACE": "`{`",
+    "RBRACE": "`}`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "COMMA": "`,`",
+    "SEMICOLON": "`;`",
+    "COLON": "`:`",
+    "EQUAL": "`=`",
+    "VBAR": "`|`",
+    "PLUS": "an operator",
+    "MINUS": "an operator",
+    "STAR": "an operator",
+    "SLASH": "an operator",
+    "SLASHSLASH": "an operator",
+    "PERCENT": "an operator",
+    "AT": "`@`",
+    "POW": "an operator",
+    "COMPARE": "a comparison",
+    "AND": "`and`",
+    "OR": "`or`",
+    "NOT": "`not`",
+    "IF": "`if`",
+    "THEN": "`then`",
+    "ELSE": "`else`",
+    "RETURN": "`return`",
+    "TRUE": "`true`",
+    "FALSE": "`false`",
+    "EXAMPLE": "`example`",
+    "IMPORT": "`import`",
+    "EDITION": "`edition`",
+    "OVER": "`over`",
+    "TYPE": "a type",
+    "GRAD": "`grad`",
+    "$END": "the end of the file",
+}
 
 
 @lru_cache(maxsize=1)
@@ -58,7 +91,9 @@ def _syntax_error(error: UnexpectedInput, text: str, path: str) -> SourceError:
     assert isinstance(error, (UnexpectedToken, UnexpectedEOF))
     lines = text.rstrip().split("\n")
     span = Span(path, len(lines), len(lines[-1]) + 1, len(lines), len(lines[-1]) + 2)
-    return SourceError.of("E0003", "the file ends in the middle of a declaration", span, hint=_expected(error))
+    return SourceError.of(
+        "E0003", "the file ends in the middle of a declaration", span, hint=_expected(error)
+    )
 
 
 def _expected(error: UnexpectedToken | UnexpectedEOF) -> str | None:
@@ -96,8 +131,12 @@ class _Builder:
     def edition(self, tree: Tree[Token]) -> int:
         number = int(tree.children[0])  # type: ignore[arg-type]
         if number != EDITION:
-            raise SourceError.of("E0004", f"edition {number} of the language is not known", self.span(tree),
-                                 hint=f"this compiler reads edition {EDITION}")
+            raise SourceError.of(
+                "E0004",
+                f"edition {number} of the language is not known",
+                self.span(tree),
+                hint=f"this compiler reads edition {EDITION}",
+            )
         return number
 
     def declaration(self, tree: Tree[Token]) -> ast.Declaration:
@@ -107,8 +146,18 @@ class _Builder:
         last: Any = rest[-1]
         result = last.children[0] if isinstance(last, Tree) and last.data == "return_" else last
         return ast.Declaration(
-            str(kind), str(name), inputs, options, _only(pairing), _only(result_type), body, self.node(result),
-            self.doc(tree.meta.line), self.span(name), self.span(tree))  # fmt: skip
+            str(kind),
+            str(name),
+            inputs,
+            options,
+            _only(pairing),
+            _only(result_type),
+            body,
+            self.node(result),
+            self.doc(tree.meta.line),
+            self.span(name),
+            self.span(tree),
+        )
 
     def doc(self, line: int) -> str:
         """The `##` comment lines directly above a line."""
@@ -122,14 +171,18 @@ class _Builder:
     def parameters(self, tree: Any) -> tuple[tuple[ast.Parameter, ...], tuple[ast.Parameter, ...]]:
         if tree is None:
             return (), ()
-        groups = [tuple(self.parameter(p) for p in g.children) if g is not None else () for g in tree.children]
+        groups = [
+            tuple(self.parameter(p) for p in g.children) if g is not None else () for g in tree.children
+        ]
         if tree.data == "only_options":
             return (), groups[0]
         return groups[0], groups[1] if len(groups) > 1 else ()
 
     def parameter(self, tree: Any) -> ast.Parameter:
         name, shape, annotation, default = tree.children
-        extents = tuple(self.extent(e) for e in shape.children if e is not None) if shape is not None else None
+        extents = (
+            tuple(self.extent(e) for e in shape.children if e is not None) if shape is not None else None
+        )
         kind, grad, bound = None, False, None
         for part in annotation.children if annotation is not None else ():
             if isinstance(part, Tree):
@@ -144,7 +197,9 @@ class _Builder:
         if tree.data == "broadcast":
             ones, size = tree.children
             if int(ones) != 1:
-                raise SourceError.of("E0006", f"only `1|size` marks a broadcast dimension, not `{ones}|`", self.span(ones))
+                raise SourceError.of(
+                    "E0006", f"only `1|size` marks a broadcast dimension, not `{ones}|`", self.span(ones)
+                )
             return ast.Extent(self.node(size), True)
         return ast.Extent(self.node(tree.children[0]), False)
 
@@ -190,7 +245,8 @@ class _Builder:
             case "compare":
                 return ast.Compare(tuple(map(str, parts[1::2])), tuple(map(self.node, parts[::2])), span)
             case "conditional":
-                return ast.Conditional(*(self.node(p) for p in parts), span=span)
+                condition, then, otherwise = map(self.node, parts)
+                return ast.Conditional(condition, then, otherwise, span)
             case "call":
                 return self.call(tree, span)
             case "index":

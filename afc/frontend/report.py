@@ -15,7 +15,9 @@ class Report:
     def __init__(self) -> None:
         self.found: list[Diagnostic] = []
 
-    def error(self, code: str, message: str, span: Span, *, notes: Iterable[str] = (), hint: str | None = None) -> None:
+    def error(
+        self, code: str, message: str, span: Span, *, notes: Iterable[str] = (), hint: str | None = None
+    ) -> None:
         """Add an error."""
         self._add(Diagnostic(code, "error", message, span, tuple(notes), hint))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from afc.errors import Span
 from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var, const
 from afc.expr.operators import BINARY, FUNCTIONS, OPERATORS, call, neg, select, to_float
 from afc.expr.simplify import simplify
-from afc.errors import Span
 from afc.frontend import ast
 from afc.frontend.report import Report, did_you_mean
 
@@ -77,14 +77,22 @@ def _name(node: ast.Name, scope: Scope) -> Expr | None:
         return const(3.141592653589793)
     binding = scope.names.get(node.id)
     if binding is None:
-        scope.report.error("E0101", f"unknown name `{node.id}`", node.span,
-                           hint=did_you_mean(node.id, scope.names) or f"in reach here: {scope.allowed()}")
+        scope.report.error(
+            "E0101",
+            f"unknown name `{node.id}`",
+            node.span,
+            hint=did_you_mean(node.id, scope.names) or f"in reach here: {scope.allowed()}",
+        )
         return None
     if isinstance(binding, TensorRef):
         if binding.rank == 0:
             return Load(binding.name, (), binding.type)
-        scope.report.error("E0102", f"`{node.id}` is a tensor of rank {binding.rank} and needs {binding.rank} indices",
-                           node.span, hint=f"write `{node.id}[...]`")
+        scope.report.error(
+            "E0102",
+            f"`{node.id}` is a tensor of rank {binding.rank} and needs {binding.rank} indices",
+            node.span,
+            hint=f"write `{node.id}[...]`",
+        )
         return None
     return binding
 
@@ -102,7 +110,11 @@ def _unary(node: ast.Unary, scope: Scope) -> Expr | None:
     if operand is None:
         return None
     if node.op == "not":
-        return call("not", operand) if _require(operand, (Type.BOOL,), "the operand of `not`", node.span, scope) else None
+        return (
+            call("not", operand)
+            if _require(operand, (Type.BOOL,), "the operand of `not`", node.span, scope)
+            else None
+        )
     if not _require(operand, (Type.INT, Type.FLOAT), "the operand of `-`", node.span, scope):
         return None
     return simplify(neg(operand)) if isinstance(operand, Const) else neg(operand)
@@ -110,7 +122,9 @@ def _unary(node: ast.Unary, scope: Scope) -> Expr | None:
 
 def _binary(node: ast.Binary, scope: Scope) -> Expr | None:
     if node.op == "@":
-        scope.report.error("E0112", "`@` multiplies attention weights by v; it has no meaning inside a formula", node.span)
+        scope.report.error(
+            "E0112", "`@` multiplies attention weights by v; it has no meaning inside a formula", node.span
+        )
         return None
     left, right = expression(node.left, scope), expression(node.right, scope)
     if left is None or right is None:
@@ -171,8 +185,11 @@ def _conditional(node: ast.Conditional, scope: Scope) -> Expr | None:
     if not _require(condition, (Type.BOOL,), "the condition of `if`", node.condition.span, scope):
         return None
     if (then.type is Type.BOOL) != (otherwise.type is Type.BOOL):
-        scope.report.error("E0103", f"both branches of `if` must have one type, not {then.type.value} and "
-                                    f"{otherwise.type.value}", node.span)
+        scope.report.error(
+            "E0103",
+            f"both branches of `if` must have one type, not {then.type.value} and {otherwise.type.value}",
+            node.span,
+        )
         return None
     if then.type is not otherwise.type:
         then, otherwise = to_float(then), to_float(otherwise)
@@ -188,11 +205,15 @@ def _index(node: ast.Index, scope: Scope) -> Expr | None:
         return None
     indices = [expression(i, scope) for i in node.indices]
     if len(indices) != binding.rank:
-        scope.report.error("E0102", f"`{node.base}` has rank {binding.rank} but {len(indices)} indices are given", node.span)
+        scope.report.error(
+            "E0102", f"`{node.base}` has rank {binding.rank} but {len(indices)} indices are given", node.span
+        )
         return None
     checked = []
     for index, source in zip(indices, node.indices, strict=True):
-        if index is None or not _require(index, (Type.INT,), f"an index of `{node.base}`", source.span, scope):
+        if index is None or not _require(
+            index, (Type.INT,), f"an index of `{node.base}`", source.span, scope
+        ):
             return None
         checked.append(index)
     return Load(binding.name, tuple(checked), binding.type)
@@ -202,7 +223,11 @@ def _call(node: ast.Call, scope: Scope) -> Expr | None:
     if node.function in scope.functions:
         declaration = scope.functions[node.function]
         args = [expression(a, scope) for a in node.args]
-        return None if None in args else scope.inline(declaration, node, [a for a in args if a is not None], scope)
+        return (
+            None
+            if None in args
+            else scope.inline(declaration, node, [a for a in args if a is not None], scope)
+        )
     args = [expression(a, scope) for a in node.args]
     if None in args:
         return None
@@ -219,8 +244,12 @@ def _call(node: ast.Call, scope: Scope) -> Expr | None:
 def _builtin(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
     row = OPERATORS[node.function]
     if node.keywords or len(args) != row.arity:
-        scope.report.error("E0106", f"`{node.function}` takes {row.arity} argument(s), not {len(args)}"
-                                    f"{' and no named ones' if node.keywords else ''}", node.span)
+        scope.report.error(
+            "E0106",
+            f"`{node.function}` takes {row.arity} argument(s), not {len(args)}"
+            f"{' and no named ones' if node.keywords else ''}",
+            node.span,
+        )
         return None
     for arg, source in zip(args, node.args, strict=True):
         if not _require(arg, (Type.INT, Type.FLOAT), f"an argument of `{node.function}`", source.span, scope):
@@ -232,7 +261,9 @@ def _builtin(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
 
 def _clamp(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
     if len(args) != 3 or node.keywords:
-        scope.report.error("E0106", f"`clamp` takes 3 arguments (value, lowest, highest), not {len(args)}", node.span)
+        scope.report.error(
+            "E0106", f"`clamp` takes 3 arguments (value, lowest, highest), not {len(args)}", node.span
+        )
         return None
     for arg, source in zip(args, node.args, strict=True):
         if not _require(arg, (Type.INT, Type.FLOAT), "an argument of `clamp`", source.span, scope):
@@ -261,8 +292,12 @@ def _assign(assignment: ast.Assignment, scope: Scope) -> bool:
         return False
     value = expression(assignment.value, scope)
     if target.base in scope.names:
-        scope.report.error("E0107", f"`{target.base}` already has a value", target.span,
-                           hint="give the new value another name")
+        scope.report.error(
+            "E0107",
+            f"`{target.base}` already has a value",
+            target.span,
+            hint="give the new value another name",
+        )
         return False
     if value is None:
         return False
@@ -272,5 +307,7 @@ def _assign(assignment: ast.Assignment, scope: Scope) -> bool:
 
 
 def as_int_result(expr: Expr) -> Expr:
-    """Value of a function declared `: int`; a float result is one by construction (floor, ceil) and is converted."""
+    """Value of a function declared `: int`; a float result is one by construction (floor, ceil) and is
+    converted.
+    """
     return expr if expr.type is Type.INT else Op("to_int", (expr,), Type.INT)

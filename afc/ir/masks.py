@@ -23,7 +23,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """`predicate`: the whole mask (None: every key is kept). `bounds` are implied by it; together they are equivalent to
+    """`predicate`: the whole mask (None: every key is kept). `bounds` are implied by it; together they are
+    equivalent to
     it unless `residual`, where some conjunct can only be decided element by element."""
 
     predicate: Expr | None
@@ -33,7 +34,8 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class Run:
-    """Half-open index ranges, begin <= full_begin <= full_end <= end: outside [begin, end) nothing is kept, inside
+    """Half-open index ranges, begin <= full_begin <= full_end <= end: outside [begin, end) nothing is kept,
+    inside
     [full_begin, full_end) everything is."""
 
     begin: int
@@ -42,13 +44,27 @@ class Run:
     end: int
 
     def tiles(self, size: int) -> list[tuple[slice, bool]]:
-        """(range, full) of every visited tile of an aligned grid of `size` indices: partial tiles first, then full ones."""
+        """(range, full) of every visited tile of an aligned grid of `size` indices: partial tiles first,
+        then full ones.
+        """
         visited = range(self.begin // size, -(-self.end // size)) if self.end > self.begin else range(0)
-        found = [(slice(t * size, (t + 1) * size), t * size >= self.full_begin and (t + 1) * size <= self.full_end) for t in visited]
+        found = [
+            (slice(t * size, (t + 1) * size), t * size >= self.full_begin and (t + 1) * size <= self.full_end)
+            for t in visited
+        ]
         return sorted(found, key=lambda piece: piece[1])
 
     def pieces(self, size: int) -> list[tuple[slice, bool]]:
-        """(range, full) of pieces of at most `size` indices that start where the run starts and never straddle the border
+        """(range, full) of pieces of at most `size` indices that start where the run starts and never
+        straddle the border
         between its partial and its full part: what a target does whose tiles need not be aligned."""
-        segments = ((self.begin, self.full_begin, False), (self.full_end, self.end, False), (self.full_begin, self.full_end, True))
-        return [(slice(at, min(at + size, last)), full) for first, last, full in segments for at in range(first, last, size)]
+        segments = (
+            (self.begin, self.full_begin, False),
+            (self.full_end, self.end, False),
+            (self.full_begin, self.full_end, True),
+        )
+        return [
+            (slice(at, min(at + size, last)), full)
+            for first, last, full in segments
+            for at in range(first, last, size)
+        ]

@@ -20,13 +20,17 @@ def print_program(program: Program) -> str:
     for param in program.params:
         if isinstance(param, TensorParam):
             extents = ", ".join(("1|" if e.broadcast else "") + attn(e.size) for e in param.shape)
-            lines.append(f"  tensor {param.name}[{extents}]: {param.type.value}{' grad' if param.grad else ''}")
+            lines.append(
+                f"  tensor {param.name}[{extents}]: {param.type.value}{' grad' if param.grad else ''}"
+            )
         else:
             default = "" if param.default is None else f" = {number(param.default.value)}"
-            lines.append(f"  scalar {param.name}: {param.type.value}{' > 0' if param.positive else ''}{default}")
+            lines.append(
+                f"  scalar {param.name}: {param.type.value}{' > 0' if param.positive else ''}{default}"
+            )
     for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
-        for step in steps:
-            lines += _rotation(operand, step)
+        for rotation in steps:
+            lines += _rotation(operand, rotation)
     for step in program.scores:
         lines += _step("score", step)
     for step in program.masks:
@@ -58,15 +62,24 @@ def _formula(formula: Formula, indent: int) -> list[str]:
 def print_plan(plan: LaunchPlan, stage: str = "plan") -> str:
     """A LaunchPlan: kernels, buffers, mask; with stage `tiled` also the tile operations of every kernel."""
     s = plan.semantics
-    lines = [f"plan {plan.name}: target {plan.target}, storage {s.storage}, compute {s.compute}, Dqk {s.head_qk}, Dv {s.head_v}"]
-    lines.append(f"  softmax scale {s.softmax_scale!r}, gradient scale {s.gradient_scale!r}, scores {'finite' if s.scores_finite else 'may be infinite'}")
+    lines = [
+        f"plan {plan.name}: target {plan.target}, storage {s.storage}, compute {s.compute}, "
+        f"Dqk {s.head_qk}, Dv {s.head_v}"
+    ]
+    lines.append(
+        f"  softmax scale {s.softmax_scale!r}, gradient scale {s.gradient_scale!r}, "
+        f"scores {'finite' if s.scores_finite else 'may be infinite'}"
+    )
     lines += _mask(s.mask)
     lines += [_buffer(b) for b in plan.buffers]
     for name, launches in (("forward", plan.forward), ("backward", plan.backward)):
         lines.append(f"  {name}:")
         for launch in launches:
             lines += _launch(launch, stage == "tiled")
-    lines.append(f"  saved: {', '.join(plan.saved)}; {'deterministic' if plan.deterministic else 'dQ is added in no fixed order'}")
+    lines.append(
+        f"  saved: {', '.join(plan.saved)}; "
+        f"{'deterministic' if plan.deterministic else 'dQ is added in no fixed order'}"
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -84,23 +97,38 @@ def _mask(plan: MaskPlan) -> list[str]:
 
 def _buffer(buffer: Buffer) -> str:
     zeroed = ", zeroed" if buffer.zeroed else ""
-    return f"  buffer {buffer.name}: {buffer.dtype}[{attn(buffer.count)}] ({', '.join(buffer.passes)}{zeroed})"
+    return (
+        f"  buffer {buffer.name}: {buffer.dtype}[{attn(buffer.count)}] ({', '.join(buffer.passes)}{zeroed})"
+    )
 
 
 def _launch(launch: Launch, with_ops: bool) -> list[str]:
     kernel = launch.kernel
-    walk = "" if kernel.walk is None else f", walks {kernel.walk.axis}{' of each head of the group' if kernel.walk.over_group else ''}"
+    walk = (
+        ""
+        if kernel.walk is None
+        else f", walks {kernel.walk.axis}{' of each head of the group' if kernel.walk.over_group else ''}"
+    )
     after = f" after {', '.join(launch.after)}" if launch.after else ""
-    lines = [f"    {kernel.name}: {kernel.kind}, tiles of {kernel.tile.queries} queries x {kernel.tile.keys} keys, "
-             f"one work item per tile of {kernel.stationary}, {kernel.order}{walk}{after}"]
+    lines = [
+        f"    {kernel.name}: {kernel.kind}, "
+        f"tiles of {kernel.tile.queries} queries x {kernel.tile.keys} keys, "
+        f"one work item per tile of {kernel.stationary}, {kernel.order}{walk}{after}"
+    ]
     if with_ops:
-        for title, ops in (("prologue", kernel.prologue), ("body", kernel.body), ("epilogue", kernel.epilogue)):
+        for title, ops in (
+            ("prologue", kernel.prologue),
+            ("body", kernel.body),
+            ("epilogue", kernel.epilogue),
+        ):
             lines += [f"      {title}: {_op(op)}" for op in ops]
     return lines
 
 
 def _op(op: TileOp) -> str:
-    parts = [f"{f.name}={_value(getattr(op, f.name))}" for f in fields(op) if getattr(op, f.name) != f.default]
+    parts = [
+        f"{f.name}={_value(getattr(op, f.name))}" for f in fields(op) if getattr(op, f.name) != f.default
+    ]
     return f"{type(op).__name__}({', '.join(parts)})"
 
 

@@ -3,12 +3,14 @@
 
     O = normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v
 
-Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c` (position and pair
+Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c` (position
+and pair
 of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and captured tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -56,7 +58,8 @@ Param = TensorParam | ScalarParam
 class Step:
     """A block as used: its formula with arguments bound.
 
-    `call`: how it reads, e.g. `softcap(cap = 50.0)`; `span`: where it is used; `origin`: where it is declared.
+    `call`: how it reads, e.g. `softcap(cap = 50.0)`; `span`: where it is used; `origin`: where it is
+    declared.
     """
 
     block: str
@@ -85,7 +88,8 @@ class Rotation(Step):
 class Normalizer:
     """Weights of a row: w(s), or w(s) / (sum(w(s)) + extra).
 
-    `exponential`: w is exp (the online softmax); `factor`: positive constant f such that the score is f times what
+    `exponential`: w is exp (the online softmax); `factor`: positive constant f such that the score is f
+    times what
     the score steps give, set by the pass `factor`.
     """
 
@@ -145,23 +149,28 @@ class Program:
         """A compile-time constant, or None."""
         return dict(self.constants).get(name)
 
-    def map_formulas(self, rule: object) -> Program:
+    def map_formulas(self, rule: Callable[[Formula], Formula]) -> Program:
         """The program with `rule` applied to the formula of every step (and matrix, weight, extra)."""
-        assert callable(rule)
 
         def step(s: Step) -> Step:
-            s = replace(s, formula=rule(s.formula))
-            if isinstance(s, Rotation) and s.matrix is not None:
-                s = replace(s, matrix=rule(s.matrix))
-            return s
+            return replace(s, formula=rule(s.formula))
+
+        def rotation(s: Rotation) -> Rotation:
+            matrix = None if s.matrix is None else rule(s.matrix)
+            return replace(s, formula=rule(s.formula), matrix=matrix)
 
         extra = self.normalizer.extra
-        normalizer = replace(self.normalizer, weight=rule(self.normalizer.weight),
-                             extra=None if extra is None else rule(extra))
+        normalizer = replace(
+            self.normalizer, weight=rule(self.normalizer.weight), extra=None if extra is None else rule(extra)
+        )
         return replace(
-            self, normalizer=normalizer,
-            q_steps=tuple(step(s) for s in self.q_steps), k_steps=tuple(step(s) for s in self.k_steps),  # type: ignore[misc]
-            scores=tuple(map(step, self.scores)), masks=tuple(map(step, self.masks)))  # fmt: skip
+            self,
+            normalizer=normalizer,
+            q_steps=tuple(map(rotation, self.q_steps)),
+            k_steps=tuple(map(rotation, self.k_steps)),
+            scores=tuple(map(step, self.scores)),
+            masks=tuple(map(step, self.masks)),
+        )
 
 
 def used_tensors(program: Program) -> tuple[str, ...]:

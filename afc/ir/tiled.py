@@ -2,7 +2,8 @@
 """TiledKernel: one kernel as a target-free schedule of tile operations, plus its binding to a target.
 LaunchPlan: the kernels of a pass in order, and the workspace they share.
 
-`afc/reference/tiled.py` executes the schedule half on NumPy tiles, roundings included; the templates print the same
+`afc/reference/tiled.py` executes the schedule half on NumPy tiles, roundings included; the templates print
+the same
 steps for a target. Names in capitals are tiles: rows = queries, columns = keys.
 """
 
@@ -21,12 +22,15 @@ Pass = Literal["forward", "backward"]
 Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
 
 
-# ---- tile operations -------------------------------------------------------------------------------------------
+# ---- tile operations -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Load:
-    """A tile of a tensor, rows beyond its length as zeros. q and k arrive rotated and rounded to the storage type."""
+    """A tile of a tensor, rows beyond its length as zeros.
+
+    q and k arrive rotated and rounded to the storage type.
+    """
 
     out: str
     source: Operand
@@ -143,11 +147,23 @@ class Store:
 
 
 TileOp = Union[  # noqa: UP007
-    Load, Matmul, Scores, Mask, OnlineSoftmax, Weights, ScoreGradient, RowDot, Round, Scale, RotateBack, Normalize, Store,
-]  # fmt: skip
+    Load,
+    Matmul,
+    Scores,
+    Mask,
+    OnlineSoftmax,
+    Weights,
+    ScoreGradient,
+    RowDot,
+    Round,
+    Scale,
+    RotateBack,
+    Normalize,
+    Store,
+]
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -160,7 +176,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Walk:
-    """The inner loop of a kernel: for a tile of one axis, the runs of the other, partial tiles before full ones.
+    """The inner loop of a kernel: for a tile of one axis, the runs of the other, partial tiles before full
+    ones.
 
     `over_group`: the loop also visits every query head of the tile's key head. `aligned`: tiles lie on a grid
     (`Run.tiles`), so a ragged last tile is partial; otherwise they start where the run starts (`Run.pieces`).
@@ -173,7 +190,9 @@ class Walk:
 
 @dataclass(frozen=True)
 class Binding:
-    """How a target runs a kernel. `homes`: tile -> registers, shared or global memory; `roles`: warps by task."""
+    """How a target runs a kernel. `homes`: tile -> registers, shared or global memory; `roles`: warps by
+    task.
+    """
 
     target: str
     homes: tuple[tuple[str, str], ...] = ()
@@ -188,7 +207,8 @@ class Binding:
 class TiledKernel:
     """One kernel.
 
-    `stationary`: the axis whose tiles are the parallel work items (with batch and head); `order`: of the work items;
+    `stationary`: the axis whose tiles are the parallel work items (with batch and head); `order`: of the
+    work items;
     `epilogue_kind`: `final`, or `partial` (unnormalised O and LSE of a range of keys, for split-KV).
     """
 

@@ -24,7 +24,9 @@ def verify(program: Program, after: str) -> None:
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]
     groups.append((program.normalizer.block, program.normalizer.weight, known | indices))
     if program.score_gradient is not None:
-        groups += [("score gradient", f, known | indices) for f in program.score_gradient.steps if f is not None]
+        groups += [
+            ("score gradient", f, known | indices) for f in program.score_gradient.steps if f is not None
+        ]
     for block, formula, names in groups:
         _formula(block, formula, names, tensors, after)
 
@@ -40,7 +42,10 @@ def _formula(block: str, formula: Formula, names: set[str], tensors: dict[str, i
     for expr in formula_exprs(formula):
         match expr:
             case Op(name=name, args=args, type=kind):
-                if len(args) != OPERATORS[name].arity or result_type(name, tuple(a.type for a in args)) is not kind:
+                if (
+                    len(args) != OPERATORS[name].arity
+                    or result_type(name, tuple(a.type for a in args)) is not kind
+                ):
                     _fail(after, f"`{block}` holds an ill-typed `{name}`")
             case Load(tensor=tensor, indices=indices):
                 if tensors.get(tensor) != len(indices) or any(i.type is not Type.INT for i in indices):
@@ -50,4 +55,8 @@ def _formula(block: str, formula: Formula, names: set[str], tensors: dict[str, i
 
 
 def _fail(after: str, what: str) -> None:
-    raise AfcError.of("E0901", f"internal error after pass `{after}`: {what}", hint="please report this with the program text")
+    raise AfcError.of(
+        "E0901",
+        f"internal error after pass `{after}`: {what}",
+        hint="please report this with the program text",
+    )

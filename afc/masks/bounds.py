@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a mask formula to affine bounds: normalise each conjunct to `j <= a*i + c` or `j >= a*i + c`.
 
-What does not fit (a modulus, a captured tensor, a disjunction) stays with the element predicate: the plan is then
-`residual`, and every tile inside the bounds is tested element by element. Bounds over-approximate, never cut a key.
+What does not fit (a modulus, a captured tensor, a disjunction) stays with the element predicate: the plan is
+then
+`residual`, and every tile inside the bounds is tested element by element. Bounds over-approximate, never cut
+a key.
 """
 
 from __future__ import annotations
@@ -98,11 +100,18 @@ def _linear(expr: Expr) -> Linear | None:
             return 0, 1, neg(Var("k_origin", Type.INT))
         case Op(name="add" | "sub" | "neg" as name, args=args):
             return _combine(name, [_linear(a) for a in args])
-        case Op(name="mul", args=(Const(value=factor), other)) | Op(name="mul", args=(other, Const(value=factor))):
+        case (
+            Op(name="mul", args=(Const(value=factor), other))
+            | Op(name="mul", args=(other, Const(value=factor)))
+        ):
             inner = _linear(other)
             if inner is None:
                 return None
-            return int(factor) * inner[0], int(factor) * inner[1], simplify(call("mul", const(int(factor)), inner[2]))
+            return (
+                int(factor) * inner[0],
+                int(factor) * inner[1],
+                simplify(call("mul", const(int(factor)), inner[2])),
+            )
         case _ if variables(expr) & (POSITIONS | {"b", "h"}) or _reads_tensor(expr):
             return None
         case _:

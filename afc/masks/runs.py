@@ -49,7 +49,10 @@ class _Limits:
 
 
 def key_run(plan: MaskPlan, m_first: int, m_last: int, sizes: Mapping[str, int]) -> Run:
-    """Keys for queries m_first..m_last. `sizes`: M, N, q_origin, k_origin and the scalars that bounds read."""
+    """Keys for queries m_first..m_last.
+
+    `sizes`: M, N, q_origin, k_origin and the scalars that bounds read.
+    """
     i_first, i_last = m_first + sizes["q_origin"], m_last + sizes["q_origin"]
     limits = _Limits(sizes["k_origin"], sizes["N"])
     for bound in plan.bounds:

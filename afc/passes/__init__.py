@@ -24,7 +24,8 @@ class Pass:
     run: Callable[[Program], Program]
 
 
-# Order: `matrices` and `merge_linear` need folded constants; `factor` looks at the last step, so linear steps must
+# Order: `matrices` and `merge_linear` need folded constants; `factor` looks at the last step, so linear
+# steps must
 # have merged first; `differentiate` comes last because it derives the steps that are emitted.
 PASSES: tuple[Pass, ...] = (
     Pass("fold", fold),
@@ -48,6 +49,5 @@ def stages(program: Program, constants: Mapping[str, int | float | bool]) -> Ite
 
 def run(program: Program, constants: Mapping[str, int | float | bool]) -> Program:
     """The program after all passes. `constants` must bind Dqk and Dv."""
-    for _, program in stages(program, constants):  # noqa: B007  (the last one is the result)
-        pass
-    return program
+    *_, (_, result) = stages(program, constants)
+    return result

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations as matrices: y = A(p, c) x for each column pair, with A read off the formula by differentiation."""
+"""Rotations as matrices: y = A(p, c) x for each column pair, with A read off the formula by
+differentiation.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ ONE, ZERO = Const(1.0, Type.FLOAT), Const(0.0, Type.FLOAT)
 
 
 def matrices(program: Program) -> Program:
-    """Set `matrix` of every rotation. Raises SourceError E0307 where the map is not linear, E0308 for odd widths."""
-    return replace(program, q_steps=tuple(map(_with_matrix, program.q_steps)), k_steps=tuple(map(_with_matrix, program.k_steps)))
+    """Set `matrix` of every rotation.
+
+    Raises SourceError E0307 where the map is not linear, E0308 for odd widths.
+    """
+    return replace(
+        program,
+        q_steps=tuple(map(_with_matrix, program.q_steps)),
+        k_steps=tuple(map(_with_matrix, program.k_steps)),
+    )
 
 
 def _with_matrix(step: Rotation) -> Rotation:
@@ -27,8 +36,12 @@ def _with_matrix(step: Rotation) -> Rotation:
     matrix = simplify_formula(Formula(entries, lets))
     reads = formula_variables(matrix) & {"x0", "x1"}
     if reads:
-        raise SourceError.of("E0307", f"`{step.block}` is not linear in {', '.join(sorted(reads))}; a rotation maps pairs linearly",
-                             step.origin, notes=(f"used at {step.span}",))
+        raise SourceError.of(
+            "E0307",
+            f"`{step.block}` is not linear in {', '.join(sorted(reads))}; a rotation maps pairs linearly",
+            step.origin,
+            notes=(f"used at {step.span}",),
+        )
     return replace(step, matrix=matrix)
 
 
@@ -37,5 +50,8 @@ def _check_columns(step: Rotation) -> None:
     if not isinstance(first, Const) or not isinstance(width, Const):
         raise SourceError.of("E0309", "the columns of a rotation must be known at compile time", step.span)
     if width.value <= 0 or width.value % 2 or first.value < 0:
-        raise SourceError.of("E0308", f"a rotation needs an even number of columns, not {width.value} (from column {first.value})",
-                             step.span)
+        raise SourceError.of(
+            "E0308",
+            f"a rotation needs an even number of columns, not {width.value} (from column {first.value})",
+            step.span,
+        )

@@ -30,9 +30,11 @@ def merge_linear(program: Program) -> Program:
 
 
 def factor(program: Program) -> Program:
-    """Move the last step's constant positive factor into `normalizer.factor`; a step that is then `s` goes away.
+    """Move the last step's constant positive factor into `normalizer.factor`; a step that is then `s` goes
+    away.
 
-    exp(f x - max(f x)) = exp2(f log2(e) (x - max x)) needs f > 0; folding it saves a multiplication per score.
+    exp(f x - max(f x)) = exp2(f log2(e) (x - max x)) needs f > 0; folding it saves a multiplication per
+    score.
     """
     if not program.scores or not program.normalizer.exponential:
         return program
@@ -57,10 +59,14 @@ def differentiate(program: Program) -> Program:
         try:
             derivative = gradient(step.formula, ("s",))
         except NotDifferentiable as missing:
-            raise SourceError.of("E0303", f"`{step.block}` has no derivative through `{missing.operator}`", step.span) from None
+            raise SourceError.of(
+                "E0303", f"`{step.block}` has no derivative through `{missing.operator}`", step.span
+            ) from None
         number, rest = _constant_factor(derivative.result)
         constant *= number
-        steps.append(None if rest == const(1.0) else share_calls(simplify_formula(Formula((rest,), derivative.lets))))
+        steps.append(
+            None if rest == const(1.0) else share_calls(simplify_formula(Formula((rest,), derivative.lets)))
+        )
     return replace(program, score_gradient=ScoreGradient(tuple(steps), constant))
 
 
@@ -86,4 +92,3 @@ def _constant_factor(expr: Expr) -> tuple[float, Expr]:
             return (k, simplify(mul(left, rest))) if k != 1 else (1.0, expr)
         case _:
             return 1.0, expr
-

@@ -16,7 +16,8 @@ from afc.ir.program import Extent, Param, Program, Rotation, ScalarParam, Tensor
 def specialise(program: Program, constants: Mapping[str, int | float | bool]) -> Program:
     """Replace dimensions (Dqk, Dv) and run-time scalars by constants; a bound scalar leaves the signature.
 
-    Raises UsageError: E0602 for a name the attention does not have, E0603 for a value of the wrong type or sign.
+    Raises UsageError: E0602 for a name the attention does not have, E0603 for a value of the wrong type or
+    sign.
     """
     scalars = {p.name: p for p in program.scalars}
     values: dict[str, Expr] = {}
@@ -26,23 +27,36 @@ def specialise(program: Program, constants: Mapping[str, int | float | bool]) ->
     params = [replace(p, shape=_shape(p, values)) if isinstance(p, TensorParam) else p for p in params]
 
     def rotation(step: Rotation) -> Rotation:
-        return replace(step, first=simplify(substitute(step.first, values)), width=simplify(substitute(step.width, values)))
+        return replace(
+            step,
+            first=simplify(substitute(step.first, values)),
+            width=simplify(substitute(step.width, values)),
+        )
 
     bound = program.map_formulas(lambda f: map_formula(f, lambda e: substitute(e, values)))
     return replace(
-        bound, params=tuple(params), constants=tuple(sorted(constants.items())),
-        q_steps=tuple(map(rotation, bound.q_steps)), k_steps=tuple(map(rotation, bound.k_steps)))  # fmt: skip
+        bound,
+        params=tuple(params),
+        constants=tuple(sorted(constants.items())),
+        q_steps=tuple(map(rotation, bound.q_steps)),
+        k_steps=tuple(map(rotation, bound.k_steps)),
+    )
 
 
 def _shape(param: TensorParam, values: Mapping[str, Expr]) -> tuple[Extent, ...]:
     return tuple(Extent(simplify(substitute(e.size, values)), e.broadcast) for e in param.shape)
 
 
-def _scalar(program: Program, scalars: Mapping[str, ScalarParam], name: str, value: int | float | bool) -> Const:
+def _scalar(
+    program: Program, scalars: Mapping[str, ScalarParam], name: str, value: int | float | bool
+) -> Const:
     param = scalars.get(name)
     if param is None:
-        raise UsageError.of("E0602", f"`{program.name}` has no run-time parameter `{name}` to fix",
-                            hint=did_you_mean(name, scalars) or f"its parameters: {', '.join(scalars) or 'none'}")
+        raise UsageError.of(
+            "E0602",
+            f"`{program.name}` has no run-time parameter `{name}` to fix",
+            hint=did_you_mean(name, scalars) or f"its parameters: {', '.join(scalars) or 'none'}",
+        )
     expected = {Type.INT: int, Type.FLOAT: (int, float), Type.BOOL: bool}[param.type]
     if not isinstance(value, expected) or (isinstance(value, bool) and param.type is not Type.BOOL):  # type: ignore[arg-type]
         raise UsageError.of("E0603", f"`{name}` of `{program.name}` is {param.type.value}, not {value!r}")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formula interpreter: an attention as its author wrote it, dense, in float64. Memory is O(M N); for tests.
+"""The formula interpreter: an attention as its author wrote it, dense, in float64. Memory is O(M N); for
+tests.
 
-Contracts: a row without a live key (or whose live scores are all -inf) has output 0, LSE -inf and gradients 0; a masked
+Contracts: a row without a live key (or whose live scores are all -inf) has output 0, LSE -inf and gradients
+0; a masked
 element influences nothing.
 """
 
@@ -21,7 +23,9 @@ Array = Any  # np.ndarray of float64
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a call: q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv], captured tensors, scalars, origins."""
+    """Arguments of a call: q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv], captured tensors, scalars,
+    origins.
+    """
 
     q: Array
     k: Array
@@ -34,8 +38,17 @@ class Call:
     def sizes(self) -> dict[str, int]:
         """Dimensions and origins by name."""
         b, h, m, d = self.q.shape
-        return {"B": b, "H": h, "Hk": self.k.shape[1], "M": m, "N": self.k.shape[2], "Dqk": d, "Dv": self.v.shape[3],
-                "q_origin": self.q_origin, "k_origin": self.k_origin}  # fmt: skip
+        return {
+            "B": b,
+            "H": h,
+            "Hk": self.k.shape[1],
+            "M": m,
+            "N": self.k.shape[2],
+            "Dqk": d,
+            "Dv": self.v.shape[3],
+            "q_origin": self.q_origin,
+            "k_origin": self.k_origin,
+        }
 
     def elements(self, h: Array | None = None) -> dict[str, Any]:
         """Indices that broadcast to [B, H, M, N], with dimensions and scalars."""
@@ -43,8 +56,16 @@ class Call:
         b, heads, m, n = (np.arange(sizes[x]) for x in ("B", "H", "M", "N"))
         heads = heads if h is None else h
         m, n = m[:, None], n[None, :]
-        return {**sizes, **self.scalars, "b": b[:, None, None, None], "h": heads[None, :, None, None],
-                "m": m, "n": n, "i": m + self.q_origin, "j": n + self.k_origin}  # fmt: skip
+        return {
+            **sizes,
+            **self.scalars,
+            "b": b[:, None, None, None],
+            "h": heads[None, :, None, None],
+            "m": m,
+            "n": n,
+            "i": m + self.q_origin,
+            "j": n + self.k_origin,
+        }
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,10 @@ class Gradients:
 
 
 def rotate(x: Array, steps: tuple[Rotation, ...], origin: int, transpose: bool = False) -> Array:
-    """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order. Rotations must have `matrix`."""
+    """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order.
+
+    Rotations must have `matrix`.
+    """
     x = np.array(x, np.float64)
     position = np.arange(x.shape[2])[:, None] + origin
     for step in reversed(steps) if transpose else steps:
@@ -139,7 +163,10 @@ def _gated(weights: Array, values: Array) -> Array:
 
 
 def backward(program: Program, call: Call, do: Array, dlse: Array | None = None) -> Gradients:
-    """Gradients of sum(do * o) + sum(dlse * lse). Source: dS = P (dP - delta + dLSE), delta = rowsum(dO * O)."""
+    """Gradients of sum(do * o) + sum(dlse * lse).
+
+    Source: dS = P (dP - delta + dLSE), delta = rowsum(dO * O).
+    """
     t = _trace(program, call)
     group = call.q.shape[1] // max(call.k.shape[1], 1)
     do = np.asarray(do, np.float64)

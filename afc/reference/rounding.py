@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding of float64 arrays to a storage type and back, as the kernels do it (round to nearest, ties to even)."""
+"""Rounding of float64 arrays to a storage type and back, as the kernels do it (round to nearest, ties to
+even).
+"""
 
 from __future__ import annotations
 

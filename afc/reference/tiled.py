@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule interpreter: executes a LaunchPlan on NumPy tiles exactly as scheduled.
 
-It walks the work items, runs and tile operations of every kernel, with the explicit roundings to the storage type; sums
-are in float64, so the difference to a real kernel is the accumulation error alone. The difference to `dense` shows a
+It walks the work items, runs and tile operations of every kernel, with the explicit roundings to the storage
+type; sums
+are in float64, so the difference to a real kernel is the accumulation error alone. The difference to `dense`
+shows a
 fault of the schedule.
 """
 
@@ -75,17 +77,24 @@ def run_forward(plan: LaunchPlan, call: Call) -> Result:
     return Result(memory.tensors["o"], memory.tensors["lse"][..., 0])
 
 
-def run_backward(plan: LaunchPlan, call: Call, result: Result, do: Array, dlse: Array | None = None) -> Gradients:
+def run_backward(
+    plan: LaunchPlan, call: Call, result: Result, do: Array, dlse: Array | None = None
+) -> Gradients:
     """Gradients, by the plan's backward kernels. `result` is the forward's."""
     memory = _memory(plan, call)
     storage = plan.semantics.storage
     b, h, m, d = call.q.shape
     memory.tensors |= {
-        "o": result.o, "lse": result.lse[..., None], "do": to_storage(do, storage),
+        "o": result.o,
+        "lse": result.lse[..., None],
+        "do": to_storage(do, storage),
         "dlse": np.zeros((b, h, m, 1)) if dlse is None else np.asarray(dlse, np.float64)[..., None],
-        "delta": np.full((b, h, m, 1), np.nan), "dq_sum": np.zeros((b, h, m, d)),
-        "dq": np.full(call.q.shape, np.nan), "dk": np.full(call.k.shape, np.nan), "dv": np.full(call.v.shape, np.nan),
-    }  # fmt: skip
+        "delta": np.full((b, h, m, 1), np.nan),
+        "dq_sum": np.zeros((b, h, m, d)),
+        "dq": np.full(call.q.shape, np.nan),
+        "dk": np.full(call.k.shape, np.nan),
+        "dv": np.full(call.v.shape, np.nan),
+    }
     _run(plan.backward, memory)
     return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"])
 
@@ -122,8 +131,13 @@ def _kernel(kernel: TiledKernel, memory: _Memory) -> None:
 
 def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slice) -> None:
     queries = kernel.stationary == "queries"
-    work = _Work(b, head if queries else head * memory.group, head // memory.group if queries else head,
-                 section if queries else slice(0, 0), slice(0, 0) if queries else section)
+    work = _Work(
+        b,
+        head if queries else head * memory.group,
+        head // memory.group if queries else head,
+        section if queries else slice(0, 0),
+        slice(0, 0) if queries else section,
+    )
     _ops(kernel.prologue, work, memory)
     if kernel.walk is not None:
         run, size = _walk(kernel, memory, section)
@@ -164,7 +178,9 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
         case OnlineSoftmax():
             _online_softmax(op, work, semantics)
         case Weights(out=out, x=x, lse=lse):
-            exponent = semantics.softmax_scale * tiles[x] - np.where(np.isneginf(tiles[lse]), np.inf, tiles[lse])
+            exponent = semantics.softmax_scale * tiles[x] - np.where(
+                np.isneginf(tiles[lse]), np.inf, tiles[lse]
+            )
             tiles[out] = np.exp(np.where(np.isnan(exponent), -np.inf, exponent))
         case ScoreGradient(out=out, p=p, dp=dp, delta=delta, s=s):
             tiles[out] = tiles[p] * (tiles[dp] - tiles[delta]) * _score_gradient(tiles[s], work, memory)
@@ -208,9 +224,20 @@ def _matmul(op: Matmul, work: _Work, memory: _Memory) -> None:
 
 def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
     call = memory.call
-    m, n = np.arange(work.rows.start, work.rows.stop)[:, None], np.arange(work.keys.start, work.keys.stop)[None, :]
-    return {**call.sizes(), **call.scalars, "b": work.b, "h": work.h, "m": m, "n": n,
-            "i": m + call.q_origin, "j": n + call.k_origin}  # fmt: skip
+    m, n = (
+        np.arange(work.rows.start, work.rows.stop)[:, None],
+        np.arange(work.keys.start, work.keys.stop)[None, :],
+    )
+    return {
+        **call.sizes(),
+        **call.scalars,
+        "b": work.b,
+        "h": work.h,
+        "m": m,
+        "n": n,
+        "i": m + call.q_origin,
+        "j": n + call.k_origin,
+    }
 
 
 def _scores(s: Array, work: _Work, memory: _Memory) -> Array:
@@ -245,7 +272,9 @@ def _online_softmax(op: OnlineSoftmax, work: _Work, semantics: Semantics) -> Non
     safe = np.where(np.isneginf(new), 0.0, new)
     correction = np.exp(f * (old - safe))
     tiles[op.out] = np.exp(f * (x - safe))
-    tiles[op.total] = tiles.get(op.total, np.zeros((rows, 1))) * correction + tiles[op.out].sum(-1, keepdims=True)
+    tiles[op.total] = tiles.get(op.total, np.zeros((rows, 1))) * correction + tiles[op.out].sum(
+        -1, keepdims=True
+    )
     tiles[op.maximum] = new
     for name in op.rescale:
         if name in tiles:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The author's blocks as C++ functions: one function per block, named as in the source, the same on every target.
+"""The author's blocks as C++ functions: one function per block, named as in the source, the same on every
+target.
 
     struct Item, load_item          terms that depend on neither row nor column
     score, score_gradient           the score steps and their derivative
@@ -16,7 +17,20 @@ from dataclasses import dataclass, replace
 
 from afc.expr.exact import exact
 from afc.expr.interval import Interval
-from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var, children, formula_exprs, variables, walk
+from afc.expr.nodes import (
+    Const,
+    Expr,
+    Formula,
+    Let,
+    Load,
+    Op,
+    Type,
+    Var,
+    children,
+    formula_exprs,
+    variables,
+    walk,
+)
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
@@ -29,15 +43,93 @@ SIZE = Interval(0, 2**30)
 RANGES = {
     **{name: POSITION for name in ("i", "j", "q_origin", "k_origin", "position")},
     **{name: SIZE for name in ("m", "n", "b", "h", "M", "N", "B", "H", "Hk", "p", "c")},
-    "Dqk": Interval(0, 2**16), "Dv": Interval(0, 2**16),
-}  # fmt: skip
-DIMENSION_TEXT = {"M": "int(args.M)", "N": "int(args.N)", "B": "int(args.B)", "H": "int(args.Hq)", "Hk": "int(args.Hk)"}
+    "Dqk": Interval(0, 2**16),
+    "Dv": Interval(0, 2**16),
+}
+DIMENSION_TEXT = {
+    "M": "int(args.M)",
+    "N": "int(args.N)",
+    "B": "int(args.B)",
+    "H": "int(args.Hq)",
+    "Hk": "int(args.Hk)",
+}
 INDICES = ("m", "n", "i", "j")
 TAKEN = frozenset(
-    "alignas and auto bool break case char class const continue default delete do double else enum explicit extern false "
-    "float for friend goto if inline int long namespace new not operator or private public register return short signed "
-    "sizeof static struct switch template this throw true try typedef union unsigned using virtual void volatile while "
-    "xor args item Item Real Run Limits s c afc tile ptx main score score_gradient keep key_run query_run".split()
+    [
+        "alignas",
+        "and",
+        "auto",
+        "bool",
+        "break",
+        "case",
+        "char",
+        "class",
+        "const",
+        "continue",
+        "default",
+        "delete",
+        "do",
+        "double",
+        "else",
+        "enum",
+        "explicit",
+        "extern",
+        "false",
+        "float",
+        "for",
+        "friend",
+        "goto",
+        "if",
+        "inline",
+        "int",
+        "long",
+        "namespace",
+        "new",
+        "not",
+        "operator",
+        "or",
+        "private",
+        "public",
+        "register",
+        "return",
+        "short",
+        "signed",
+        "sizeof",
+        "static",
+        "struct",
+        "switch",
+        "template",
+        "this",
+        "throw",
+        "true",
+        "try",
+        "typedef",
+        "union",
+        "unsigned",
+        "using",
+        "virtual",
+        "void",
+        "volatile",
+        "while",
+        "xor",
+        "args",
+        "item",
+        "Item",
+        "Real",
+        "Run",
+        "Limits",
+        "s",
+        "c",
+        "afc",
+        "tile",
+        "ptx",
+        "main",
+        "score",
+        "score_gradient",
+        "keep",
+        "key_run",
+        "query_run",
+    ]
 )
 TABLE_LIMIT = 512
 
@@ -46,8 +138,8 @@ TABLE_LIMIT = 512
 class Dialect:
     """What differs between targets in the text of blocks: float literals and constant tables."""
 
-    suffix: str          # of literals of type Real; empty: a cast
-    table: str           # declaration of a constant table of doubles
+    suffix: str  # of literals of type Real; empty: a cast
+    table: str  # declaration of a constant table of doubles
 
 
 CPU = Dialect("", "static const double")
@@ -56,7 +148,9 @@ CUDA = Dialect("f", "static __device__ const double")
 
 @dataclass(frozen=True)
 class RotationText:
-    """How a rotation reads its coefficient table: number of distinct values, and the matrix in terms of c[...]."""
+    """How a rotation reads its coefficient table: number of distinct values, and the matrix in terms of
+    c[...].
+    """
 
     coefficients: int
     a00: str
@@ -112,19 +206,34 @@ class _Writer:
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
         k = [self._rotation("k", n, r) for n, r in enumerate(self.semantics.k_rotations)]
         gradient = any(g is not None for g in self.semantics.score_gradients)
-        return BlockText("\n\n".join(self.parts), bool(self.semantics.scores), gradient,
-                         self.semantics.mask.predicate is not None, tuple(q), tuple(k))  # fmt: skip
+        return BlockText(
+            "\n\n".join(self.parts),
+            bool(self.semantics.scores),
+            gradient,
+            self.semantics.mask.predicate is not None,
+            tuple(q),
+            tuple(k),
+        )
 
-    # ---- terms of a work item --------------------------------------------------------------------------------------
+    # ---- terms of a work item -----------------------------------------------------------------------------
 
     def _formulas(self) -> list[Formula]:
         gradients = [g for g in self.semantics.score_gradients if g is not None]
-        return [*(s.formula for s in self.program.scores), *gradients, *(s.formula for s in self.program.masks)]
+        return [
+            *(s.formula for s in self.program.scores),
+            *gradients,
+            *(s.formula for s in self.program.masks),
+        ]
 
     def _fields(self) -> tuple[_Field, ...]:
         """Scalars, batch and head, and captured values that depend on neither row nor column."""
         found: dict[Expr, _Field] = {}
-        for expr in (e for f in self._formulas() for x in (*(let.value for let in f.lets), *f.results) for e in self._leaves(x)):
+        for expr in (
+            e
+            for f in self._formulas()
+            for x in (*(let.value for let in f.lets), *f.results)
+            for e in self._leaves(x)
+        ):
             if expr in found:
                 continue
             if isinstance(expr, Var) and expr.name in self.scalars:
@@ -140,7 +249,9 @@ class _Writer:
         return tuple(found.values())
 
     def _leaves(self, expr: Expr) -> list[Expr]:
-        """Variables and reads of captured tensors, outermost first; what a uniform read depends on is its own affair."""
+        """Variables and reads of captured tensors, outermost first; what a uniform read depends on is its
+        own affair.
+        """
         if isinstance(expr, Load) and self._uniform(expr):
             return [expr]
         nested = [leaf for part in children(expr) for leaf in self._leaves(part)]
@@ -148,7 +259,9 @@ class _Writer:
 
     def _scalar_text(self) -> dict[str, str]:
         members = {Type.FLOAT: "f", Type.INT: "i", Type.BOOL: "i"}
-        return {p.name: f"args.scalar[{self.scalars[p.name]}].{members[p.type]}" for p in self.program.scalars}
+        return {
+            p.name: f"args.scalar[{self.scalars[p.name]}].{members[p.type]}" for p in self.program.scalars
+        }
 
     @staticmethod
     def _uniform(expr: Load) -> bool:
@@ -177,9 +290,10 @@ class _Writer:
             "// Terms that depend on neither the query nor the key.\n"
             f"struct Item {{{members}{chr(10) if members else ''}}};\n\n"
             "AFC_FN Item load_item(const afc_args &args, int b, int h) {\n"
-            f"  return Item{{{loads}}};\n}}")
+            f"  return Item{{{loads}}};\n}}"
+        )
 
-    # ---- score steps -----------------------------------------------------------------------------------------------
+    # ---- score steps --------------------------------------------------------------------------------------
 
     def _score(self) -> None:
         steps = self.semantics.scores
@@ -190,8 +304,14 @@ class _Writer:
             name = self._name(step.block)
             call = self._function(name, step, step.formula, "Real", takes_s=True)
             if derivative is not None:
-                gradient_call = self._function(self._name(f"{step.block}_gradient"), step, derivative, "Real", takes_s=True,
-                                               note=f"Derivative of {step.block} with respect to s.")
+                gradient_call = self._function(
+                    self._name(f"{step.block}_gradient"),
+                    step,
+                    derivative,
+                    "Real",
+                    takes_s=True,
+                    note=f"Derivative of {step.block} with respect to s.",
+                )
                 gradients.append(f"gradient *= {gradient_call};")
             gradients.append(f"s = {call};")
             calls.append(f"s = {call};")
@@ -205,9 +325,14 @@ class _Writer:
                 body = f"return {gradients[0].removeprefix('gradient *= ').removesuffix(';')};"
             else:
                 body = "\n  ".join(["Real gradient = 1;", *gradients, "return gradient;"])
-            self.parts.append(f"// d score / d s, without its constant factor.\nAFC_FN Real score_gradient({signature}) {{\n  {body}\n}}")
+            self.parts.append(
+                "// d score / d s, without its constant factor.\n"
+                f"AFC_FN Real score_gradient({signature}) {{\n  {body}\n}}"
+            )
 
-    def _function(self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None) -> str:
+    def _function(
+        self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None
+    ) -> str:
         """Emit a block's function; returns the text of its call."""
         formula = self._with_fields(formula)
         used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
@@ -244,11 +369,15 @@ class _Writer:
                 case _:
                     return expr
 
-        return Formula(tuple(map(top_down, formula.results)), tuple(Let(x.name, top_down(x.value)) for x in formula.lets))
+        return Formula(
+            tuple(map(top_down, formula.results)), tuple(Let(x.name, top_down(x.value)) for x in formula.lets)
+        )
 
     def _body(self, formula: Formula, names: dict[str, str], parameters: set[str]) -> str:
         local, lines = dict(names), []
-        ranges = dict(self.printer.ranges) | {f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"}
+        ranges = dict(self.printer.ranges) | {
+            f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"
+        }
         for let in formula.lets:
             base = let.name if let.name not in TAKEN and let.name not in parameters else f"{let.name}_"
             local[let.name] = base
@@ -258,7 +387,7 @@ class _Writer:
         printer = replace(self.printer, names={**DIMENSION_TEXT, **local}, ranges=ranges)
         return "\n".join([*lines, f"  return {printer.text(formula.result)};"])
 
-    # ---- mask ------------------------------------------------------------------------------------------------------
+    # ---- mask ---------------------------------------------------------------------------------------------
 
     def _mask(self) -> None:
         if self.semantics.mask.predicate is None:
@@ -266,33 +395,58 @@ class _Writer:
         calls = []
         for step in self.program.masks:
             if simplify(step.formula.result) != Const(True, Type.BOOL):
-                calls.append(self._function(self._name(step.block), step, step.formula, "bool", takes_s=False))
-        self.parts.append("AFC_FN bool keep(int m, int n, int i, int j, const Item &item, const afc_args &args) {\n"
-                          f"  return {' && '.join(calls)};\n}}")
+                calls.append(
+                    self._function(self._name(step.block), step, step.formula, "bool", takes_s=False)
+                )
+        self.parts.append(
+            "AFC_FN bool keep(int m, int n, int i, int j, const Item &item, const afc_args &args) {\n"
+            f"  return {' && '.join(calls)};\n}}"
+        )
 
     def _runs(self) -> None:
         plan = self.semantics.mask
         elements = "true" if plan.residual else "false"
-        for name, own, other, run in (("key_run", "m", "k", _key_limit), ("query_run", "n", "q", _query_limit)):
+        for name, own, other, run in (
+            ("key_run", "m", "k", _key_limit),
+            ("query_run", "n", "q", _query_limit),
+        ):
             position = "i" if own == "m" else "j"
             lines = []
             if plan.bounds:
                 origin = "q_origin" if own == "m" else "k_origin"
-                lines.append(f"const int64_t {position}_first = {own}_first + args.{origin}, {position}_last = {own}_last + args.{origin};")
+                lines.append(
+                    f"const int64_t {position}_first = {own}_first + args.{origin}, "
+                    f"{position}_last = {own}_last + args.{origin};"
+                )
             size = "N" if other == "k" else "M"
             lines.append(f"Limits limits(args.{other}_origin, args.{size});")
             lines += [f"limits.{run(b, self._offset(b))};" for b in plan.bounds]
             lines.append(f"return limits.run({elements});")
-            what = "Keys that queries m_first..m_last see." if own == "m" else "Queries that see keys n_first..n_last."
+            what = (
+                "Keys that queries m_first..m_last see."
+                if own == "m"
+                else "Queries that see keys n_first..n_last."
+            )
             body = "\n  ".join(lines)
-            self.parts.append(f"// {what}\nAFC_FN Run {name}(const afc_args &args, int {own}_first, int {own}_last) {{\n  {body}\n}}")
+            self.parts.append(
+                f"// {what}\n"
+                f"AFC_FN Run {name}(const afc_args &args, int {own}_first, int {own}_last) {{\n  {body}\n}}"
+            )
 
     def _offset(self, bound: Bound) -> str:
-        names = {"M": "args.M", "N": "args.N", "B": "args.B", "H": "args.Hq", "Hk": "args.Hk", "q_origin": "args.q_origin",
-                 "k_origin": "args.k_origin", **self._scalar_text()}  # fmt: skip
+        names = {
+            "M": "args.M",
+            "N": "args.N",
+            "B": "args.B",
+            "H": "args.Hq",
+            "Hk": "args.Hk",
+            "q_origin": "args.q_origin",
+            "k_origin": "args.k_origin",
+            **self._scalar_text(),
+        }
         return Cpp("double", "", names, {}, self.slots, native64=True).text(bound.offset)
 
-    # ---- rotations -------------------------------------------------------------------------------------------------
+    # ---- rotations ----------------------------------------------------------------------------------------
 
     def _rotation(self, operand: str, index: int, rotation: Rotation) -> RotationText:
         matrix = rotation.matrix
@@ -300,27 +454,44 @@ class _Writer:
         values, entries = distinct_entries(matrix.results)
         key = (matrix, rotation.width)
         if key in self.rotations:
-            self.parts.append(f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-                              f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) {{\n"
-                              f"  {self.rotations[key]}(position, pair, c);\n}}")
+            self.parts.append(
+                f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
+                f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) {{\n"
+                f"  {self.rotations[key]}(position, pair, c);\n}}"
+            )
             return RotationText(len(values), *entries)
         self.rotations[key] = f"rotate_{operand}_coefficients_{index}"
-        formula, tables = self._tabulate(Formula(values, matrix.lets), f"{rotation.block}", int(rotation.width.value) // 2)
+        formula, tables = self._tabulate(
+            Formula(values, matrix.lets), f"{rotation.block}", int(rotation.width.value) // 2
+        )
         self.parts += tables
-        printer = Cpp("double", "", {**DIMENSION_TEXT, "p": "position", "c": "pair", **self._scalar_text()}, RANGES, self.slots)
+        printer = Cpp(
+            "double",
+            "",
+            {**DIMENSION_TEXT, "p": "position", "c": "pair", **self._scalar_text()},
+            RANGES,
+            self.slots,
+        )
         lines, local = [], dict(printer.names)
         for let in formula.lets:
             local[let.name] = let.name if let.name not in TAKEN else f"{let.name}_"
-            lines.append(f"  const double {local[let.name]} = {replace(printer, names=local).text(let.value)};")
+            lines.append(
+                f"  const double {local[let.name]} = {replace(printer, names=local).text(let.value)};"
+            )
         printer = replace(printer, names=local)
         lines += [f"  c[{n}] = Real({printer.text(v)});" for n, v in enumerate(formula.results)]
         body = "\n".join(lines)
-        self.parts.append(f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-                          f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) {{\n{body}\n}}")
+        self.parts.append(
+            f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
+            f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) "
+            f"{{\n{body}\n}}"
+        )
         return RotationText(len(values), *entries)
 
     def _tabulate(self, formula: Formula, name: str, pairs: int) -> tuple[Formula, list[str]]:
-        """Subexpressions of the pair alone become constant tables: their powers need not be computed per position."""
+        """Subexpressions of the pair alone become constant tables: their powers need not be computed per
+        position.
+        """
         tables: list[str] = []
         seen: dict[Expr, str] = {}
 
@@ -328,7 +499,9 @@ class _Writer:
             if expr in seen:
                 return Var(seen[expr], Type.FLOAT)
             if _of_pair_alone(expr) and pairs <= TABLE_LIMIT:
-                table = self._name(f"{name}_by_pair".upper() if not seen else f"{name}_by_pair_{len(seen)}".upper())
+                table = self._name(
+                    f"{name}_by_pair".upper() if not seen else f"{name}_by_pair_{len(seen)}".upper()
+                )
                 seen[expr] = f"{table}[pair]"
                 numbers = [repr(exact(expr, {"c": c})) for c in range(pairs)]
                 rows = [", ".join(numbers[n : n + 4]) for n in range(0, pairs, 4)]
@@ -357,7 +530,11 @@ def _comment(step: Step, note: str | None) -> str:
 
 
 def _key_limit(bound: Bound, c: str) -> str:
-    ends = {0: (c, c), 1: (f"i_first + {_wrapped(c)}", f"i_last + {_wrapped(c)}"), -1: (f"{_wrapped(c)} - i_last", f"{_wrapped(c)} - i_first")}
+    ends = {
+        0: (c, c),
+        1: (f"i_first + {_wrapped(c)}", f"i_last + {_wrapped(c)}"),
+        -1: (f"{_wrapped(c)} - i_last", f"{_wrapped(c)} - i_first"),
+    }
     low, high = ends[bound.slope]
     return f"{'at_most' if bound.side == 'upper' else 'at_least'}({_plain(low)}, {_plain(high)})"
 
@@ -365,7 +542,9 @@ def _key_limit(bound: Bound, c: str) -> str:
 def _query_limit(bound: Bound, c: str) -> str:
     c, upper = _wrapped(c), bound.side == "upper"
     if bound.slope == 0:
-        some, every = (f"j_first <= {c}", f"j_last <= {c}") if upper else (f"j_last >= {c}", f"j_first >= {c}")
+        some, every = (
+            (f"j_first <= {c}", f"j_last <= {c}") if upper else (f"j_last >= {c}", f"j_first >= {c}")
+        )
         return f"only_if({some}, {every})"
     if bound.slope == 1:
         return f"{'at_least' if upper else 'at_most'}({_plain(f'j_first - {c}')}, {_plain(f'j_last - {c}')})"
@@ -373,12 +552,13 @@ def _query_limit(bound: Bound, c: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return text if text.replace(".", "").replace("_", "").replace("[", "").replace("]", "").isalnum() else f"({text})"
+    return (
+        text
+        if text.replace(".", "").replace("_", "").replace("[", "").replace("]", "").isalnum()
+        else f"({text})"
+    )
 
 
 def _plain(text: str) -> str:
     """Drop a zero offset."""
     return text.removesuffix(" + 0").removesuffix(" - 0")
-
-
-

@@ -48,17 +48,23 @@ class _Unit:
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
 
-    # ---- device ----------------------------------------------------------------------------------------------------
+    # ---- device -------------------------------------------------------------------------------------------
 
     def device_text(self) -> str:
         """Prelude and kernels in launch order."""
         rotations = (*self.q_rotations, *self.k_rotations)
         s = self.semantics
-        schedule = (f"forward {self.front.queries} x {self.front.keys}, {self.front.warps} warps; "
-                    f"backward {self.back.queries} x {self.back.keys}, {self.back.warps} warps (queries x keys)")  # fmt: skip
+        schedule = (
+            f"forward {self.front.queries} x {self.front.keys}, {self.front.warps} warps; "
+            f"backward {self.back.queries} x {self.back.keys}, {self.back.warps} warps (queries x keys)"
+        )
         banner = "// " + "=" * 76
-        header = "\n".join([banner, *(f"// {line}" for line in provenance(self.program, self.plan, schedule)), banner, ""])
-        parts = [header + _print("prelude", PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations))]
+        header = "\n".join(
+            [banner, *(f"// {line}" for line in provenance(self.program, self.plan, schedule)), banner, ""]
+        )
+        parts = [
+            header + _print("prelude", PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations))
+        ]
         parts += [_print(template, context) for template, context in self.kernels()]
         return "\n".join(parts)
 
@@ -71,20 +77,39 @@ class _Unit:
         if self.plan.backward:
             if rotate := self._rotate("backward"):
                 found.append(("rotate", rotate))
-            found += [("preprocess", self._preprocess()), ("backward", self._backward()), ("postprocess", self._postprocess())]
+            found += [
+                ("preprocess", self._preprocess()),
+                ("backward", self._backward()),
+                ("postprocess", self._postprocess()),
+            ]
         return found
 
-    def _rotations(self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]) -> tuple[RotationContext, ...]:
+    def _rotations(
+        self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]
+    ) -> tuple[RotationContext, ...]:
         made, offset = [], 0
         for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
             assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
             first, width = int(rotation.first.value), int(rotation.width.value)
-            made.append(RotationContext(
-                struct=f"{operand.upper()}Rotation{index}", function=f"rotate_{operand}_coefficients_{index}",
-                first=first, last=first + width - 1, pairs=width // 2, adjacent=rotation.pairing == "adjacent",
-                coefficients=text.coefficients, a00=text.a00, a01=text.a01, a10=text.a10, a11=text.a11,
-                table_buffer=self.buffer[f"{operand}_table"], table_stride=table_width(rotations), table_offset=offset,
-                in_registers=in_registers(rotation, self.back.column_warps)))  # fmt: skip
+            made.append(
+                RotationContext(
+                    struct=f"{operand.upper()}Rotation{index}",
+                    function=f"rotate_{operand}_coefficients_{index}",
+                    first=first,
+                    last=first + width - 1,
+                    pairs=width // 2,
+                    adjacent=rotation.pairing == "adjacent",
+                    coefficients=text.coefficients,
+                    a00=text.a00,
+                    a01=text.a01,
+                    a10=text.a10,
+                    a11=text.a11,
+                    table_buffer=self.buffer[f"{operand}_table"],
+                    table_stride=table_width(rotations),
+                    table_offset=offset,
+                    in_registers=in_registers(rotation, self.back.column_warps),
+                )
+            )
             offset += text.coefficients * (width // 2)
         return tuple(made)
 
@@ -93,15 +118,27 @@ class _Unit:
         if not rotations or not (table or rows):
             return None
         length, heads = ("M", "Hq") if name == "q" else ("N", "Hk")
-        return RotateOperand(name, length, heads, self.semantics.head_qk, rotations, table,
-                             self.buffer[f"{name}_rotated"] if rows else None, _untouched(rotations, self.semantics.head_qk))
+        return RotateOperand(
+            name,
+            length,
+            heads,
+            self.semantics.head_qk,
+            rotations,
+            table,
+            self.buffer[f"{name}_rotated"] if rows else None,
+            _untouched(rotations, self.semantics.head_qk),
+        )
 
     def _rotate(self, which: str) -> RotateContext | None:
         """Forward: q's table (Q is rotated in the prologue) and k's rows. Backward: all."""
         late = which == "backward"
         operands = [self._operand("q", True, late), self._operand("k", late, True)]
         present = tuple(o for o in operands if o is not None)
-        return RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present) if present else None
+        return (
+            RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present)
+            if present
+            else None
+        )
 
     def _section(self) -> int:
         return sm80.section_heads(TYPICAL_ROWS, self.semantics.head_qk, self.semantics.head_v)
@@ -113,35 +150,83 @@ class _Unit:
     def _forward(self) -> ForwardContext:
         s, t = self.semantics, self.front
         return ForwardContext(
-            name=f"{self.prefix}_forward", d_qk=s.head_qk, d_v=s.head_v, tile_m=t.queries, tile_n=t.keys, warps=t.warps,
-            min_blocks=t.min_blocks, q_in_registers=t.q_in_registers, section=self._section(), descending=self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v), softmax_scale=_f(s.softmax_scale), scale_log2=_f(s.softmax_scale * LOG2_E),
-            has_score=self.blocks.has_score, has_mask=self.blocks.has_mask, scores_finite=s.scores_finite,
-            q_rotations=self.q_rotations, k_buffer=self.buffer.get("k_rotated"))  # fmt: skip
+            name=f"{self.prefix}_forward",
+            d_qk=s.head_qk,
+            d_v=s.head_v,
+            tile_m=t.queries,
+            tile_n=t.keys,
+            warps=t.warps,
+            min_blocks=t.min_blocks,
+            q_in_registers=t.q_in_registers,
+            section=self._section(),
+            descending=self._descending(),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
+            softmax_scale=_f(s.softmax_scale),
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            has_score=self.blocks.has_score,
+            has_mask=self.blocks.has_mask,
+            scores_finite=s.scores_finite,
+            q_rotations=self.q_rotations,
+            k_buffer=self.buffer.get("k_rotated"),
+        )
 
     def _preprocess(self) -> PreprocessContext:
         s = self.semantics
-        return PreprocessContext(f"{self.prefix}_preprocess", s.head_qk, s.head_v, sm80.PREPROCESS_ROWS, self.buffer["row_terms"],
-                                 self.buffer["dq_sum"])
+        return PreprocessContext(
+            f"{self.prefix}_preprocess",
+            s.head_qk,
+            s.head_v,
+            sm80.PREPROCESS_ROWS,
+            self.buffer["row_terms"],
+            self.buffer["dq_sum"],
+        )
 
     def _backward(self) -> BackwardContext:
         s, t = self.semantics, self.back
         return BackwardContext(
-            name=f"{self.prefix}_backward", d_qk=s.head_qk, d_v=s.head_v, tile_m=t.queries, tile_n=t.keys, key_warps=t.key_warps,
-            query_warps=t.query_warps, column_warps=t.column_warps, dq_row_warps=t.dq_row_warps, q_stages=t.q_stages,
-            do_stages=t.do_stages, min_blocks=t.min_blocks, section=self._section(), descending=not self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t)), scale_log2=_f(s.softmax_scale * LOG2_E),
-            gradient_scale=_f(s.gradient_scale), has_score=self.blocks.has_score, has_score_gradient=self.blocks.has_score_gradient,
-            has_mask=self.blocks.has_mask, scores_finite=s.scores_finite, q_buffer=self.buffer.get("q_rotated"),
-            k_buffer=self.buffer.get("k_rotated"), terms_buffer=self.buffer["row_terms"], dq_buffer=self.buffer["dq_sum"],
-            needs_float_rows=float_rows(s, t), k_rotations=self.k_rotations)  # fmt: skip
+            name=f"{self.prefix}_backward",
+            d_qk=s.head_qk,
+            d_v=s.head_v,
+            tile_m=t.queries,
+            tile_n=t.keys,
+            key_warps=t.key_warps,
+            query_warps=t.query_warps,
+            column_warps=t.column_warps,
+            dq_row_warps=t.dq_row_warps,
+            q_stages=t.q_stages,
+            do_stages=t.do_stages,
+            min_blocks=t.min_blocks,
+            section=self._section(),
+            descending=not self._descending(),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t)),
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            gradient_scale=_f(s.gradient_scale),
+            has_score=self.blocks.has_score,
+            has_score_gradient=self.blocks.has_score_gradient,
+            has_mask=self.blocks.has_mask,
+            scores_finite=s.scores_finite,
+            q_buffer=self.buffer.get("q_rotated"),
+            k_buffer=self.buffer.get("k_rotated"),
+            terms_buffer=self.buffer["row_terms"],
+            dq_buffer=self.buffer["dq_sum"],
+            needs_float_rows=float_rows(s, t),
+            k_rotations=self.k_rotations,
+        )
 
     def _postprocess(self) -> PostprocessContext:
         s, rows = self.semantics, sm80.POSTPROCESS_ROWS
-        return PostprocessContext(f"{self.prefix}_postprocess", s.head_qk, rows, sm80.POSTPROCESS_THREADS, 4 * rows * (s.head_qk + 4),
-                                  _f(s.gradient_scale), self.buffer["dq_sum"], self.q_rotations)
+        return PostprocessContext(
+            f"{self.prefix}_postprocess",
+            s.head_qk,
+            rows,
+            sm80.POSTPROCESS_THREADS,
+            4 * rows * (s.head_qk + 4),
+            _f(s.gradient_scale),
+            self.buffer["dq_sum"],
+            self.q_rotations,
+        )
 
-    # ---- host ------------------------------------------------------------------------------------------------------
+    # ---- host ---------------------------------------------------------------------------------------------
 
     def host_text(self) -> str:
         """Launch code of both passes."""
@@ -154,17 +239,34 @@ class _Unit:
                 rows = [LaunchRow(_constant(x.kernel.name), *grids[x.kernel.name]) for x in launches]
                 passes.append(PassRow(name, tuple(rows)))
         context = LaunchContext(
-            provenance(self.program, self.plan, "host code: launches the kernels in order"), self.symbol, s.head_qk, s.head_v,
-            len(self.program.tensors), bool(self.plan.backward), tuple(kernels), self._buffers(), scalar_checks(self.program), tuple(passes))
+            provenance(self.program, self.plan, "host code: launches the kernels in order"),
+            self.symbol,
+            s.head_qk,
+            s.head_v,
+            len(self.program.tensors),
+            bool(self.plan.backward),
+            tuple(kernels),
+            self._buffers(),
+            scalar_checks(self.program),
+            tuple(passes),
+        )
         return render("host", "launch.cpp.j2", unit=context)
 
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
-        return tuple(BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count)) for n, b in enumerate(self.plan.buffers))
+        return tuple(
+            BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
+            for n, b in enumerate(self.plan.buffers)
+        )
 
     def _kernel_row(self, template: str, context: Any) -> KernelRow:
-        threads = {"rotate": sm80.ROTATE_THREADS, "forward": 32 * self.front.warps, "preprocess": 8 * sm80.PREPROCESS_ROWS,
-                   "backward": 32 * self.back.warps, "postprocess": sm80.POSTPROCESS_THREADS}[template]  # fmt: skip
+        threads = {
+            "rotate": sm80.ROTATE_THREADS,
+            "forward": 32 * self.front.warps,
+            "preprocess": 8 * sm80.PREPROCESS_ROWS,
+            "backward": 32 * self.back.warps,
+            "postprocess": sm80.POSTPROCESS_THREADS,
+        }[template]
         return KernelRow(_constant(context.name), context.name, getattr(context, "shared_bytes", 0), threads)
 
     def _grid(self, template: str, context: Any) -> tuple[str, str]:
@@ -175,7 +277,11 @@ class _Unit:
             return x, f"larger(1, ceil_div(args.B * {most}, {sm80.BATCH_HEADS_PER_SHARE}))"
         if template == "backward":
             return f"ceil_div(args.N, {self.back.keys}) * args.Hk * args.B", "1"
-        rows = {"forward": self.front.queries, "preprocess": sm80.PREPROCESS_ROWS, "postprocess": sm80.POSTPROCESS_ROWS}[template]
+        rows = {
+            "forward": self.front.queries,
+            "preprocess": sm80.PREPROCESS_ROWS,
+            "postprocess": sm80.POSTPROCESS_ROWS,
+        }[template]
         return f"ceil_div(args.M, {rows}) * args.Hq * args.B", "1"
 
 
@@ -185,8 +291,13 @@ def scalar_checks(program: Program) -> tuple[ScalarCheck, ...]:
     for slot, scalar in enumerate(program.scalars):
         if scalar.type is Type.INT:
             low = 0 if scalar.positive else -(2**30)
-            checks.append(ScalarCheck(scalar.name, f"args.scalar[{slot}].i > {low} && args.scalar[{slot}].i < {2**30}",
-                                      f"an int above {low} and below {2**30}"))
+            checks.append(
+                ScalarCheck(
+                    scalar.name,
+                    f"args.scalar[{slot}].i > {low} && args.scalar[{slot}].i < {2**30}",
+                    f"an int above {low} and below {2**30}",
+                )
+            )
         elif scalar.positive:
             checks.append(ScalarCheck(scalar.name, f"args.scalar[{slot}].f > 0", "a number above 0"))
     return tuple(checks)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel of the images: name of its constant in the host code, C symbol, dynamic shared memory, threads."""
+    """A kernel of the images: name of its constant in the host code, C symbol, dynamic shared memory,
+    threads.
+    """
 
     constant: str
     symbol: str
@@ -27,7 +29,9 @@ class LaunchRow:
 
 @dataclass(frozen=True)
 class BufferRow:
-    """A part of the workspace: index in `args.buffer`, when it is needed, bytes of a value, count of values."""
+    """A part of the workspace: index in `args.buffer`, when it is needed, bytes of a value, count of
+    values.
+    """
 
     index: int
     name: str

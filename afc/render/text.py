@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -20,12 +20,19 @@ LOG2_E = math.log2(math.e)
 SIZE_NAMES = {"M": "args.M", "N": "args.N", "B": "args.B", "H": "args.Hq", "Hk": "args.Hk"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def environment(folder: str) -> jinja2.Environment:
-    """The Jinja environment of `templates/<folder>`: an undefined name is an error, blocks leave no blank lines."""
+    """The Jinja environment of `templates/<folder>`: an undefined name is an error, blocks leave no blank
+    lines.
+    """
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.templates() / folder), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)  # fmt: skip
+        loader=jinja2.FileSystemLoader(paths.templates() / folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
 
 
 def render(folder: str, template: str, **context: Any) -> str:
@@ -35,18 +42,24 @@ def render(folder: str, template: str, **context: Any) -> str:
 
 def size_text(expr: Expr) -> str:
     """A size as a C++ expression in int64. Sizes are not negative, so C++'s division is the floor."""
-    expr = rewrite(expr, lambda e: Op("div", e.args, e.type) if isinstance(e, Op) and e.name == "floordiv" else e)
+    expr = rewrite(
+        expr, lambda e: Op("div", e.args, e.type) if isinstance(e, Op) and e.name == "floordiv" else e
+    )
     return Cpp("double", "", SIZE_NAMES, {}, {}, native64=True).text(expr)
 
 
 def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, ...]:
-    """Header lines: what this text is, where it comes from, how to make it again. No date, no path, no machine."""
+    """Header lines: what this text is, where it comes from, how to make it again.
+
+    No date, no path, no machine.
+    """
     s = plan.semantics
     lines = [
         f"afc: attention `{program.name}` for target {plan.target}",
         f"source    {program.source}:{program.span.line}",
         f"blocks    {' > '.join(_blocks(program))}",
-        f"tensors   q[B, H, M, {s.head_qk}], k[B, Hk, N, {s.head_qk}], v[B, Hk, N, {s.head_v}], o[B, H, M, {s.head_v}] {s.storage}",
+        f"tensors   q[B, H, M, {s.head_qk}], k[B, Hk, N, {s.head_qk}], v[B, Hk, N, {s.head_v}], "
+        f"o[B, H, M, {s.head_v}] {s.storage}",
     ]
     params = [_param(p) for p in program.params]
     if params:
@@ -63,7 +76,12 @@ def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, 
 def _blocks(program: Program) -> list[str]:
     rows = [s.call for s in program.q_steps]
     rows += [f"{s.call} on k" for s in program.k_steps if s.call not in rows]
-    return [*rows, *(s.call for s in program.scores), *(s.call for s in program.masks), program.normalizer.call]
+    return [
+        *rows,
+        *(s.call for s in program.scores),
+        *(s.call for s in program.masks),
+        program.normalizer.call,
+    ]
 
 
 def _param(param: object) -> str:
@@ -77,5 +95,3 @@ def _param(param: object) -> str:
 def real_literal(value: float, real: str) -> str:
     """A literal of the compute type."""
     return f"{value!r}f" if real == "float" else repr(value)
-
-

@@ -11,7 +11,6 @@ A module imports this package when it is itself imported; nothing here imports t
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from afc.runtime.describe import ABI_VERSION, ModuleInfo, read_module
@@ -19,8 +18,11 @@ from afc.runtime.describe import ABI_VERSION, ModuleInfo, read_module
 __all__ = ["ABI_VERSION", "ModuleInfo", "attach", "read_module"]
 
 
-def attach(module: ModuleType | Any) -> None:
-    """Add one callable per attention to a module. Raises ImportError for a module of another call interface."""
+def attach(module: Any) -> None:
+    """Add one callable per attention to a module.
+
+    Raises ImportError for a module of another call interface.
+    """
     from afc.runtime.attention import Attention
     from afc.runtime.late import after_torch
 

@@ -6,7 +6,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from afc.runtime.describe import AttentionInfo, EntryInfo, ModuleInfo, ScalarInfo, TensorInfo, size_text, size_value
+from afc.runtime.describe import (
+    AttentionInfo,
+    EntryInfo,
+    ModuleInfo,
+    ScalarInfo,
+    TensorInfo,
+    size_text,
+    size_value,
+)
 from afc.runtime.loading import restore_attention
 
 MAX_POSITION = 2**30
@@ -17,8 +25,10 @@ STORAGE_NAMES = {"float64": "float64", "float32": "float32", "bfloat16": "bfloat
 class Attention:
     """One attention of a module, called as `module.name(q, k, v, ...)`.
 
-    q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and device, any strides
-    with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and with `return_lse` also the
+    q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and device,
+    any strides
+    with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and with `return_lse`
+    also the
     natural-log LSE [B, H, M] in float32 (float64 for float64), both differentiable.
     """
 
@@ -45,9 +55,17 @@ class Attention:
             self.glue = TorchGlue(self)
 
     def __call__(
-        self, q: Any, k: Any, v: Any, *, q_origin: int = 0, k_origin: int = 0, return_lse: bool = False,
-        deterministic: bool = False, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        q_origin: int = 0,
+        k_origin: int = 0,
+        return_lse: bool = False,
+        deterministic: bool = False,
+        **options: Any,
+    ) -> Any:
         if self.glue is None:
             self.prepare()
         return self.glue(q, k, v, options, q_origin, k_origin, return_lse, deterministic)
@@ -58,7 +76,7 @@ class Attention:
     def __reduce__(self) -> tuple[Any, tuple[str, str]]:
         return restore_attention, (self.module.__file__, self.__name__)
 
-    # ---- choices and checks, independent of the array library ------------------------------------------------------
+    # ---- choices and checks, independent of the array library ---------------------------------------------
 
     def fail(self, kind: type[Exception], argument: str, expected: str, came: str) -> Exception:
         """An error that names the argument, what was expected and what came."""
@@ -75,14 +93,17 @@ class Attention:
         heads = f"-D D={head_qk}" if head_qk == head_v else f"-D Dqk={head_qk} -D Dv={head_v}"
         options = f"--backend {target} {heads} --dtype {storage}"
         held = "; ".join(str(e) for e in self.info.entries)
-        return TypeError(f"{self.__name__}: this module has no kernel for {target} {storage} Dqk={head_qk} Dv={head_v} (it holds: {held}). "
-                         f"Build one with `{self.module_info.command.replace('{options}', options)}`")
+        return TypeError(
+            f"{self.__name__}: this module has no kernel for {target} {storage} Dqk={head_qk} Dv={head_v} "
+            f"(it holds: {held}). "
+            f"Build one with `{self.module_info.command.replace('{options}', options)}`"
+        )
 
     def scalars(self, options: dict[str, Any]) -> list[int | float]:
         """Values of the run-time scalars in signature order, checked."""
         values: list[int | float] = []
         for scalar in self.info.scalars:
-            value = options[scalar.name] if scalar.name in options else scalar.default
+            value = options.get(scalar.name, scalar.default)
             values.append(self.scalar(scalar, value, scalar.name in options))
         return values
 
@@ -94,33 +115,54 @@ class Attention:
                 raise self.fail(TypeError, info.name, "a bool", repr(value))
             return int(value)
         if isinstance(value, bool) or not isinstance(value, (int, float) if info.type == "float" else int):
-            raise self.fail(TypeError, info.name, f"{'a float' if info.type == 'float' else 'an int'}", repr(value))
+            raise self.fail(
+                TypeError, info.name, f"{'a float' if info.type == 'float' else 'an int'}", repr(value)
+            )
         if info.positive and not value > 0:
             raise self.fail(ValueError, info.name, "a value greater than 0", repr(value))
         if info.type == "int" and not -MAX_POSITION < value < MAX_POSITION:
-            raise self.fail(ValueError, info.name, f"an int between {1 - MAX_POSITION} and {MAX_POSITION - 1}", repr(value))
+            raise self.fail(
+                ValueError,
+                info.name,
+                f"an int between {1 - MAX_POSITION} and {MAX_POSITION - 1}",
+                repr(value),
+            )
         return float(value) if info.type == "float" else int(value)
 
     def check_names(self, options: dict[str, Any]) -> None:
         """Raises TypeError for a keyword the attention does not have, or a missing tensor."""
         for name in options:
             if name == "kv_len":
-                raise NotImplementedError(f"{self.__name__}: kv_len: not supported by this module; slice k and v instead")
+                raise NotImplementedError(
+                    f"{self.__name__}: kv_len: not supported by this module; slice k and v instead"
+                )
             if name not in self.info.order:
                 known = ", ".join((*self.info.order, *RESERVED))
-                raise TypeError(f"{self.__name__}: unexpected argument `{name}`; its named arguments are {known}")
+                raise TypeError(
+                    f"{self.__name__}: unexpected argument `{name}`; its named arguments are {known}"
+                )
         for tensor in self.info.tensors:
             if tensor.name not in options:
-                raise TypeError(f"{self.__name__}: missing argument `{tensor.name}` (a {tensor.type} tensor {_shape_text(tensor)})")
+                raise TypeError(
+                    f"{self.__name__}: missing argument `{tensor.name}` "
+                    f"(a {tensor.type} tensor {_shape_text(tensor)})"
+                )
 
-    def check_captured(self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]) -> tuple[int, ...]:
+    def check_captured(
+        self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]
+    ) -> tuple[int, ...]:
         """Check a captured tensor's shape; a plain capitalised size that is not known yet is bound to it.
 
         Returns the shape that the kernels see: dimensions of size 1 that may broadcast are expanded.
         """
         full = []
         if len(shape) != len(info.shape):
-            raise self.fail(ValueError, info.name, f"shape {_shape_text(info)}", f"{len(shape)} dimensions, {tuple(shape)}")
+            raise self.fail(
+                ValueError,
+                info.name,
+                f"shape {_shape_text(info)}",
+                f"{len(shape)} dimensions, {tuple(shape)}",
+            )
         for axis, (size, broadcast) in enumerate(info.shape):
             got = shape[axis]
             if isinstance(size, str) and size not in known and not (broadcast and got == 1):
@@ -128,7 +170,12 @@ class Attention:
             wanted = size_value(size, known)
             full.append(got if wanted is None else wanted)
             if wanted is not None and got != wanted and not (broadcast and got == 1):
-                raise self.fail(ValueError, info.name, f"shape {_shape_text(info)} with {size_text(size)} = {wanted}", str(tuple(shape)))
+                raise self.fail(
+                    ValueError,
+                    info.name,
+                    f"shape {_shape_text(info)} with {size_text(size)} = {wanted}",
+                    str(tuple(shape)),
+                )
         return tuple(full)
 
 
@@ -143,18 +190,29 @@ def _signature(info: AttentionInfo) -> inspect.Signature:
     for name in info.order:
         default = scalars[name].default if name in scalars else None
         empty = inspect.Parameter.empty
-        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=empty if default is None else default))
+        named.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=empty if default is None else default
+            )
+        )
     for name, value in (("q_origin", 0), ("k_origin", 0), ("return_lse", False), ("deterministic", False)):
         named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
     return inspect.Signature([*positional, *named])
 
 
 def _docstring(info: AttentionInfo) -> str:
-    lines = [info.doc or f"Attention `{info.name}`.", "", "q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv]; H is a multiple of Hk."]
+    lines = [
+        info.doc or f"Attention `{info.name}`.",
+        "",
+        "q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv]; H is a multiple of Hk.",
+    ]
     lines += [f"{t.name} {_shape_text(t)}: {t.type} tensor." for t in info.tensors]
     lines += [f"{s.name}: {s.type}{' > 0' if s.positive else ''}." for s in info.scalars]
-    lines += ["q_origin, k_origin: positions of row 0 of q and of k.",
-              "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
-              "deterministic: refuse kernels whose gradients depend on the order of additions.", "",
-              f"Built for: {'; '.join(str(e) for e in info.entries)}."]  # fmt: skip
+    lines += [
+        "q_origin, k_origin: positions of row 0 of q and of k.",
+        "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
+        "deterministic: refuse kernels whose gradients depend on the order of additions.",
+        "",
+        f"Built for: {'; '.join(str(e) for e in info.entries)}.",
+    ]
     return "\n".join(lines)

@@ -15,7 +15,9 @@ Size = int | str | tuple[Any, ...]  # a number, a name, or (operator, operands..
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A captured tensor: sizes as small expressions, `broadcast` where size 1 is also accepted; type float, int, bool."""
+    """A captured tensor: sizes as small expressions, `broadcast` where size 1 is also accepted; type float,
+    int, bool.
+    """
 
     name: str
     shape: tuple[tuple[Size, bool], ...]
@@ -77,20 +79,33 @@ def read_module(module: Any) -> ModuleInfo:
     """Parse a module's metadata. Raises ImportError where its call interface is not this package's."""
     data = json.loads(module._afc_metadata)
     if data["abi"] != ABI_VERSION:
-        raise ImportError(f"module {module.__name__}: built for call interface {data['abi']}, this afc has {ABI_VERSION}; "
-                          f"rebuild it with `{data['command']}`")
+        raise ImportError(
+            f"module {module.__name__}: built for call interface {data['abi']}, this afc has {ABI_VERSION}; "
+            f"rebuild it with `{data['command']}`"
+        )
     entries = [_entry(index, json.loads(text)) for index, text in enumerate(module._afc_entries)]
     attentions = {}
     for name, item in data["attentions"].items():
         attentions[name] = AttentionInfo(
-            name, item["doc"], item["key"], tuple(_tensor(p) for p in item["parameters"] if p["kind"] == "tensor"),
-            tuple(ScalarInfo(p["name"], p["type"], p["default"], p["positive"]) for p in item["parameters"] if p["kind"] == "scalar"),
-            tuple(p["name"] for p in item["parameters"]), tuple(e for e in entries if e.attention == name))  # fmt: skip
+            name,
+            item["doc"],
+            item["key"],
+            tuple(_tensor(p) for p in item["parameters"] if p["kind"] == "tensor"),
+            tuple(
+                ScalarInfo(p["name"], p["type"], p["default"], p["positive"])
+                for p in item["parameters"]
+                if p["kind"] == "scalar"
+            ),
+            tuple(p["name"] for p in item["parameters"]),
+            tuple(e for e in entries if e.attention == name),
+        )
     return ModuleInfo(data["source"], data["doc"], data["command"], attentions)
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorInfo:
-    return TensorInfo(data["name"], tuple((_size(size), bool(one)) for size, one in data["shape"]), data["type"])
+    return TensorInfo(
+        data["name"], tuple((_size(size), bool(one)) for size, one in data["shape"]), data["type"]
+    )
 
 
 def _size(data: Any) -> Size:
@@ -98,8 +113,17 @@ def _size(data: Any) -> Size:
 
 
 def _entry(index: int, data: Mapping[str, Any]) -> EntryInfo:
-    return EntryInfo(index, data["attention"], data["target"], data["storage"], data["Dqk"], data["Dv"], data["backward"],
-                     data["deterministic"], tuple(data["archs"]))
+    return EntryInfo(
+        index,
+        data["attention"],
+        data["target"],
+        data["storage"],
+        data["Dqk"],
+        data["Dv"],
+        data["backward"],
+        data["deterministic"],
+        tuple(data["archs"]),
+    )
 
 
 def size_value(size: Size, known: Mapping[str, int]) -> int | None:

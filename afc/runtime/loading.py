@@ -16,7 +16,9 @@ def import_module(path: Path | str) -> ModuleType:
     """The module at `path`; the same object for the same path. Raises ImportError."""
     path = Path(path).resolve()
     if path not in _LOADED:
-        name = f"afc_modules_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.{path.name.partition('.')[0]}"
+        name = (
+            f"afc_modules_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.{path.name.partition('.')[0]}"
+        )
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a module that Python can import")

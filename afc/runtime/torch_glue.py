@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: operators, shapes for tracing, and autograd.
 
-One forward and one backward operator per attention, defined with `torch.library` (the lowest-overhead way that
-torch.compile, export and opcheck understand); autograd is a Function outside them. Workspaces come from torch's
+One forward and one backward operator per attention, defined with `torch.library` (the lowest-overhead way
+that
+torch.compile, export and opcheck understand); autograd is a Function outside them. Workspaces come from
+torch's
 allocator, work goes to the current stream, nothing synchronises.
 """
 
@@ -20,8 +22,21 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-DTYPE_CODES = {torch.bool: 0, torch.int32: 1, torch.int64: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5, torch.float64: 6}
-STORAGES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_CODES = {
+    torch.bool: 0,
+    torch.int32: 1,
+    torch.int64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.float32: 5,
+    torch.float64: 6,
+}
+STORAGES = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 CAPTURED_DTYPES = {
     "float": (torch.float32, torch.float16, torch.bfloat16, torch.float64),
     "int": (torch.int32, torch.int64),
@@ -30,7 +45,9 @@ CAPTURED_DTYPES = {
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
 
-_LIBRARIES: dict[str, Any] = {}  # operators live as long as the process: an unloaded one would dangle in compiled code
+_LIBRARIES: dict[
+    str, Any
+] = {}  # operators live as long as the process: an unloaded one would dangle in compiled code
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -71,7 +88,7 @@ class TorchGlue:
         self.name = attention.__name__
         self.module = attention.module
         key = f"{self.name}_{attention.info.key}"
-        library = torch.library.Library("afc", "FRAGMENT")
+        library = torch.library.Library("afc", "FRAGMENT")  # type: ignore[no-untyped-call]
         if key not in _LIBRARIES:
             _define(library, key)
             _LIBRARIES[key] = library
@@ -82,19 +99,33 @@ class TorchGlue:
         self.function = _autograd_function(self)
 
     def _register(self, key: str) -> None:
-        """Point the operators at this module's code (a rebuilt module of the same text replaces an older one)."""
+        """Point the operators at this module's code (a rebuilt module of the same text replaces an older
+        one).
+        """
         if getattr(self.library, "_afc_registered", False):
             return
-        for op, run, fake in ((f"{key}_forward", self.run_forward, self.fake_forward), (f"{key}_backward", self.run_backward, self.fake_backward)):
+        for op, run, fake in (
+            (f"{key}_forward", self.run_forward, self.fake_forward),
+            (f"{key}_backward", self.run_backward, self.fake_backward),
+        ):
             for dispatch in ("CPU", "CUDA"):
                 self.library.impl(op, run, dispatch)
             torch.library.register_fake(f"afc::{op}", fake, lib=self.library)
         self.library._afc_registered = True
 
-    # ---- the call ----------------------------------------------------------------------------------------------
+    # ---- the call -----------------------------------------------------------------------------------------
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], q_origin: int, k_origin: int,
-                 return_lse: bool, deterministic: bool) -> Any:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: dict[str, Any],
+        q_origin: int,
+        k_origin: int,
+        return_lse: bool,
+        deterministic: bool,
+    ) -> Any:
         attention = self.attention
         attention.check_names(options)
         scalars = attention.scalars(options)
@@ -121,7 +152,9 @@ class TorchGlue:
         fail = self.attention.fail
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 4:
-                raise fail(ValueError, argument, "4 dimensions [batch, heads, rows, head size]", str(tuple(x.shape)))
+                raise fail(
+                    ValueError, argument, "4 dimensions [batch, heads, rows, head size]", str(tuple(x.shape))
+                )
             if x.layout is not torch.strided:
                 raise fail(TypeError, argument, "a strided tensor", str(x.layout))
             if x.dtype not in STORAGES:
@@ -132,27 +165,55 @@ class TorchGlue:
                 raise fail(ValueError, argument, f"q's device {q.device}", str(x.device))
         b, h, _, dqk = q.shape
         if k.shape[0] != b or k.shape[3] != dqk:
-            raise fail(ValueError, "k", f"shape [{b}, Hk, N, {dqk}] to go with q {tuple(q.shape)}", str(tuple(k.shape)))
+            raise fail(
+                ValueError,
+                "k",
+                f"shape [{b}, Hk, N, {dqk}] to go with q {tuple(q.shape)}",
+                str(tuple(k.shape)),
+            )
         if v.shape[:3] != k.shape[:3]:
-            raise fail(ValueError, "v", f"shape [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, Dv] to go with k", str(tuple(v.shape)))
+            raise fail(
+                ValueError,
+                "v",
+                f"shape [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, Dv] to go with k",
+                str(tuple(v.shape)),
+            )
         hk = k.shape[1]
         if (hk == 0 and h != 0) or (hk != 0 and h % hk != 0):
             raise fail(ValueError, "k", f"a number of heads that divides q's {h}", str(hk))
         if q.device.type not in ("cpu", "cuda"):
             raise fail(ValueError, "q", "a CPU or CUDA tensor", str(q.device))
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.float64):
-            raise fail(TypeError, "q", "bfloat16 or float16 on CUDA (convert with .to(torch.bfloat16), or use autocast)", str(q.dtype))
+            raise fail(
+                TypeError,
+                "q",
+                "bfloat16 or float16 on CUDA (convert with .to(torch.bfloat16), or use autocast)",
+                str(q.dtype),
+            )
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], dqk, v.shape[3])
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.stride(3) != 1 and x.shape[3] > 1:
-                raise fail(ValueError, argument, "stride 1 in the last dimension (call .contiguous())", f"strides {tuple(x.stride())}")
+                raise fail(
+                    ValueError,
+                    argument,
+                    "stride 1 in the last dimension (call .contiguous())",
+                    f"strides {tuple(x.stride())}",
+                )
         return entry
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[Tensor]:
         """Captured tensors in signature order, checked."""
         if not self.attention.info.tensors:
             return []
-        known = {"B": q.shape[0], "H": q.shape[1], "Hk": k.shape[1], "M": q.shape[2], "N": k.shape[2], "Dqk": q.shape[3], "Dv": v.shape[3]}
+        known = {
+            "B": q.shape[0],
+            "H": q.shape[1],
+            "Hk": k.shape[1],
+            "M": q.shape[2],
+            "N": k.shape[2],
+            "Dqk": q.shape[3],
+            "Dv": v.shape[3],
+        }
         known |= {n: x for n, x in options.items() if isinstance(x, int)}
         tensors = []
         for info in self.attention.info.tensors:
@@ -165,77 +226,185 @@ class TorchGlue:
             if x.device != q.device:
                 raise self.attention.fail(ValueError, info.name, f"q's device {q.device}", str(x.device))
             if x.requires_grad and torch.is_grad_enabled():
-                raise self.attention.fail(ValueError, info.name, "a tensor without requires_grad (its parameter is not declared `grad`)",
-                                          "one that requires a gradient")
+                raise self.attention.fail(
+                    ValueError,
+                    info.name,
+                    "a tensor without requires_grad (its parameter is not declared `grad`)",
+                    "one that requires a gradient",
+                )
             tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
         return tensors
 
     def check_mode(self, entry: EntryInfo, q_origin: Any, k_origin: Any, deterministic: bool) -> None:
         for argument, value in (("q_origin", q_origin), ("k_origin", k_origin)):
             if isinstance(value, Tensor):
-                raise NotImplementedError(f"{self.name}: {argument}: a tensor is not supported by this module; pass an int")
+                raise NotImplementedError(
+                    f"{self.name}: {argument}: a tensor is not supported by this module; pass an int"
+                )
         if (deterministic or torch.are_deterministic_algorithms_enabled()) and not entry.deterministic:
-            raise NotImplementedError(f"{self.name}: deterministic: the backward pass of {entry} adds dQ in no fixed order")
+            raise NotImplementedError(
+                f"{self.name}: deterministic: the backward pass of {entry} adds dQ in no fixed order"
+            )
 
-    # ---- operators ---------------------------------------------------------------------------------------------
+    # ---- operators ----------------------------------------------------------------------------------------
 
-    def _run(self, entry: EntryInfo, backward: bool, q: Tensor, k: Tensor, tensors: tuple[Any, ...], captured: list[Tensor],
-             scalars: list[float], q_origin: int, k_origin: int, deterministic: bool) -> None:
+    def _run(
+        self,
+        entry: EntryInfo,
+        backward: bool,
+        q: Tensor,
+        k: Tensor,
+        tensors: tuple[Any, ...],
+        captured: list[Tensor],
+        scalars: list[float],
+        q_origin: int,
+        k_origin: int,
+        deterministic: bool,
+    ) -> None:
         b, h, m, _ = q.shape
         sizes = (b, h, k.shape[1], m, k.shape[2])
         cuda = q.device.type == "cuda"
         threads = 1 if cuda else torch.get_num_threads()
         kinds = [s.type for s in self.attention.info.scalars]
-        values = tuple(float(x) if kind == "float" else int(x) for x, kind in zip(scalars, kinds, strict=True))
+        values = tuple(
+            float(x) if kind == "float" else int(x) for x, kind in zip(scalars, kinds, strict=True)
+        )
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        workspace_bytes = self.module._afc_workspace(entry.index, backward, device, sizes, q_origin, k_origin, threads)
-        workspace = torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device) if workspace_bytes else None
+        workspace_bytes = self.module._afc_workspace(
+            entry.index, backward, device, sizes, q_origin, k_origin, threads
+        )
+        workspace = (
+            torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device)
+            if workspace_bytes
+            else None
+        )
         pointer = 0 if workspace is None else (workspace.data_ptr() + 255) // 256 * 256
         stream = torch.cuda.current_stream(q.device).cuda_stream if cuda else 0
-        self.module._afc_run(entry.index, backward, DETERMINISTIC if deterministic else 0, device, sizes, tensors,
-                             tuple(_captured_view(x) for x in captured), (), values, q_origin, k_origin, pointer,
-                             workspace_bytes, stream, threads)
+        self.module._afc_run(
+            entry.index,
+            backward,
+            DETERMINISTIC if deterministic else 0,
+            device,
+            sizes,
+            tensors,
+            tuple(_captured_view(x) for x in captured),
+            (),
+            values,
+            q_origin,
+            k_origin,
+            pointer,
+            workspace_bytes,
+            stream,
+            threads,
+        )
 
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], scalars: list[float], q_origin: int,
-                    k_origin: int) -> tuple[Tensor, Tensor]:
+    def run_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: list[Tensor],
+        scalars: list[float],
+        q_origin: int,
+        k_origin: int,
+    ) -> tuple[Tensor, Tensor]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
         o, lse = self.fake_forward(q, k, v, captured, scalars, q_origin, k_origin)
-        tensors = (_view(q), _view(k), _view(v), _view(o), (lse.data_ptr(), *lse.stride(), 1), None, None, None, None, None)
+        tensors = (
+            _view(q),
+            _view(k),
+            _view(v),
+            _view(o),
+            (lse.data_ptr(), *lse.stride(), 1),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
         self._run(entry, False, q, k, tensors, captured, scalars, q_origin, k_origin, False)
         return o, lse
 
-    def fake_forward(self, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], scalars: list[float], q_origin: int,
-                     k_origin: int) -> tuple[Tensor, Tensor]:
+    def fake_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: list[Tensor],
+        scalars: list[float],
+        q_origin: int,
+        k_origin: int,
+    ) -> tuple[Tensor, Tensor]:
         b, h, m, _ = q.shape
         return _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
 
-    def run_backward(self, d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                     captured: list[Tensor], scalars: list[float], q_origin: int, k_origin: int,
-                     deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(
+        self,
+        d_o: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        captured: list[Tensor],
+        scalars: list[float],
+        q_origin: int,
+        k_origin: int,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
-        dq, dk, dv = self.fake_backward(d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic)
+        dq, dk, dv = self.fake_backward(
+            d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic
+        )
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
         row = [None if x is None else (x.data_ptr(), *x.stride(), 1) for x in (lse, dlse)]
-        tensors = (_view(q), _view(k), _view(v), _view(o), row[0], _view(d_o), row[1], _view(dq), _view(dk), _view(dv))
+        tensors = (
+            _view(q),
+            _view(k),
+            _view(v),
+            _view(o),
+            row[0],
+            _view(d_o),
+            row[1],
+            _view(dq),
+            _view(dk),
+            _view(dv),
+        )
         self._run(entry, True, q, k, tensors, captured, scalars, q_origin, k_origin, deterministic)
         return dq, dk, dv
 
-    def fake_backward(self, d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                      captured: list[Tensor], scalars: list[float], q_origin: int, k_origin: int,
-                      deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_backward(
+        self,
+        d_o: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        captured: list[Tensor],
+        scalars: list[float],
+        q_origin: int,
+        k_origin: int,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape))
 
 
 def _define(library: Any, key: str) -> None:
     common = "Tensor[] captured, float[] scalars, SymInt q_origin, SymInt k_origin"
     library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> (Tensor, Tensor)")
-    library.define(f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {common}, "
-                   "bool deterministic) -> (Tensor, Tensor, Tensor)")
+    library.define(
+        f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"{common}, "
+        "bool deterministic) -> (Tensor, Tensor, Tensor)"
+    )
 
 
 def _autograd_function(glue: TorchGlue) -> Any:
@@ -243,11 +412,26 @@ def _autograd_function(glue: TorchGlue) -> Any:
         """Saves q, k, v, o, LSE and the captured tensors; P is recomputed. No second derivative."""
 
         @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], scalars: list[float], q_origin: int,
-                    k_origin: int, deterministic: bool, return_lse: bool) -> tuple[Tensor, Tensor]:
+        def forward(
+            ctx: Any,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            captured: list[Tensor],
+            scalars: list[float],
+            q_origin: int,
+            k_origin: int,
+            deterministic: bool,
+            return_lse: bool,
+        ) -> tuple[Tensor, Tensor]:
             o, lse = glue.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
             ctx.save_for_backward(q, k, v, o, lse, *captured)
-            ctx.scalars, ctx.origins, ctx.deterministic, ctx.return_lse = scalars, (q_origin, k_origin), deterministic, return_lse
+            ctx.scalars, ctx.origins, ctx.deterministic, ctx.return_lse = (
+                scalars,
+                (q_origin, k_origin),
+                deterministic,
+                return_lse,
+            )
             if not return_lse:
                 ctx.mark_non_differentiable(lse)
             return o, lse
@@ -256,8 +440,19 @@ def _autograd_function(glue: TorchGlue) -> Any:
         @once_differentiable
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
             q, k, v, o, lse, *captured = ctx.saved_tensors
-            dq, dk, dv = glue.backward_op(d_o, dlse if ctx.return_lse else None, q, k, v, o, lse, captured, ctx.scalars,
-                                          *ctx.origins, ctx.deterministic)
+            dq, dk, dv = glue.backward_op(
+                d_o,
+                dlse if ctx.return_lse else None,
+                q,
+                k,
+                v,
+                o,
+                lse,
+                captured,
+                ctx.scalars,
+                *ctx.origins,
+                ctx.deterministic,
+            )
             return dq, dk, dv, None, None, None, None, None, None
 
     return AttentionFunction.apply

@@ -40,9 +40,19 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
     gradient = program.score_gradient
     assert gradient is not None
     return Semantics(
-        storage, compute, int(_constant(program, "Dqk")), int(_constant(program, "Dv")), program.q_steps, program.k_steps,
-        program.scores, gradient.steps, _finite(program), program.normalizer.factor, gradient.constant,
-        derive(s.formula for s in program.masks))  # fmt: skip
+        storage,
+        compute,
+        int(_constant(program, "Dqk")),
+        int(_constant(program, "Dv")),
+        program.q_steps,
+        program.k_steps,
+        program.scores,
+        gradient.steps,
+        _finite(program),
+        program.normalizer.factor,
+        gradient.constant,
+        derive(s.formula for s in program.masks),
+    )
 
 
 def _constant(program: Program, name: str) -> int:
@@ -64,11 +74,17 @@ def check_heads(program: Program, name: str, multiple: int, largest: int) -> Non
     for dimension in ("Dqk", "Dv"):
         value = _constant(program, dimension)
         if not (0 < value <= largest and value % multiple == 0):
-            raise UsageError.of("E0406", f"{dimension} = {value}: target `{name}` needs a multiple of {multiple} up to {largest}")
+            raise UsageError.of(
+                "E0406",
+                f"{dimension} = {value}: target `{name}` needs a multiple of {multiple} up to {largest}",
+            )
     for step in (*program.q_steps, *program.k_steps):
         end = int(_value(step.first)) + int(_value(step.width))
         if end > _constant(program, "Dqk"):
-            raise UsageError.of("E0409", f"`{step.call}` rotates columns up to {end}, but q and k have {_constant(program, 'Dqk')}")
+            raise UsageError.of(
+                "E0409",
+                f"`{step.call}` rotates columns up to {end}, but q and k have {_constant(program, 'Dqk')}",
+            )
 
 
 def _value(expr: Expr) -> int:
@@ -98,15 +114,29 @@ def coefficient_count(rotation: Rotation) -> int:
     return len(distinct_entries(rotation.matrix.results)[0])
 
 
-def _rotation_buffers(meaning: Semantics, q_rows: tuple[Pass, ...], k_rows: tuple[Pass, ...], q_table: tuple[Pass, ...],
-                      k_table: tuple[Pass, ...]) -> list[Buffer]:
+def _rotation_buffers(
+    meaning: Semantics,
+    q_rows: tuple[Pass, ...],
+    k_rows: tuple[Pass, ...],
+    q_table: tuple[Pass, ...],
+    k_table: tuple[Pass, ...],
+) -> list[Buffer]:
     """Rotated rows and coefficient tables, in the passes that need them."""
     buffers: list[Buffer] = []
-    operands = (("q", "H", "M", meaning.q_rotations, q_rows, q_table), ("k", "Hk", "N", meaning.k_rotations, k_rows, k_table))
+    operands = (
+        ("q", "H", "M", meaning.q_rotations, q_rows, q_table),
+        ("k", "Hk", "N", meaning.k_rotations, k_rows, k_table),
+    )
     for name, heads, rows, rotations, rotated_in, table_in in operands:
         if rotations:
-            buffers.append(Buffer(f"{name}_rotated", meaning.storage, _size("B", heads, rows, meaning.head_qk), rotated_in))
-            buffers.append(Buffer(f"{name}_table", meaning.compute, _size(rows, table_width(rotations)), table_in))
+            buffers.append(
+                Buffer(
+                    f"{name}_rotated", meaning.storage, _size("B", heads, rows, meaning.head_qk), rotated_in
+                )
+            )
+            buffers.append(
+                Buffer(f"{name}_table", meaning.compute, _size(rows, table_width(rotations)), table_in)
+            )
     return buffers
 
 
@@ -135,8 +165,16 @@ def _cpu(program: Program, storage: str) -> LaunchPlan:
     backward = (
         *rotate,
         launch(ops.preprocess(f"{prefix}_preprocess", tiles.rows)),
-        launch(ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale), *first, f"{prefix}_preprocess"),
-        launch(ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, add_dq=False), *first, f"{prefix}_preprocess"),
+        launch(
+            ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale),
+            *first,
+            f"{prefix}_preprocess",
+        ),
+        launch(
+            ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, add_dq=False),
+            *first,
+            f"{prefix}_preprocess",
+        ),
     )
     both: tuple[Pass, ...] = ("forward", "backward")
     buffers = _rotation_buffers(meaning, both, both, both, both)
@@ -145,13 +183,19 @@ def _cpu(program: Program, storage: str) -> LaunchPlan:
 
 
 def _disjoint(rotations: tuple[Rotation, ...]) -> None:
-    """Raises UsageError E0410 where two rotations of one operand share columns, which the GPU kernels cannot run."""
+    """Raises UsageError E0410 where two rotations of one operand share columns, which the GPU kernels cannot
+    run.
+    """
     taken: set[int] = set()
     for step in rotations:
         columns = set(range(_value(step.first), _value(step.first) + _value(step.width)))
         if columns & taken:
-            raise UsageError.of("E0410", f"`{step.call}` rotates columns that another rotation has rotated already; "
-                                         "the GPU kernels rotate a column once", hint="use the CPU backend, or combine the rotations")
+            raise UsageError.of(
+                "E0410",
+                f"`{step.call}` rotates columns that another rotation has rotated already; "
+                "the GPU kernels rotate a column once",
+                hint="use the CPU backend, or combine the rotations",
+            )
         taken |= columns
 
 
@@ -169,27 +213,73 @@ def _sm80(program: Program, storage: str) -> LaunchPlan:
     rows = Tile(sm80.ROTATE_ROWS, sm80.ROTATE_ROWS)
 
     def rotate(name: str) -> tuple[Launch, ...]:
-        return (Launch(replace(ops.rotate(name, rows), binding=Binding("sm80", warps=sm80.ROTATE_THREADS // 32))),) if rotates else ()
+        return (
+            (
+                Launch(
+                    replace(ops.rotate(name, rows), binding=Binding("sm80", warps=sm80.ROTATE_THREADS // 32))
+                ),
+            )
+            if rotates
+            else ()
+        )
 
     q_home = "registers" if front.q_in_registers else "shared"
-    forward_binding = Binding("sm80", (("Q", q_home), ("K", "shared"), ("V", "shared"), ("S", "registers"), ("P", "registers"),
-                                       ("O", "registers")), warps=front.warps, stages=2, min_blocks=front.min_blocks,
-                              shared_bytes=front.shared_bytes(meaning.head_qk, meaning.head_v))  # fmt: skip
-    backward_binding = Binding("sm80", (("K", "shared"), ("V", "shared"), ("Q", "shared"), ("dO", "shared"), ("P", "registers"),
-                                        ("dS", "registers, shared"), ("dK", "registers"), ("dV", "registers")),
-                               warps=back.warps, stages=back.q_stages, min_blocks=back.min_blocks,
-                               shared_bytes=back.shared_bytes(meaning.head_qk, meaning.head_v, float_rows(meaning, back)))  # fmt: skip
-    forward = replace(ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys)), binding=forward_binding)
-    backward = replace(ops.backward_keys(f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True), binding=backward_binding)
+    forward_binding = Binding(
+        "sm80",
+        (
+            ("Q", q_home),
+            ("K", "shared"),
+            ("V", "shared"),
+            ("S", "registers"),
+            ("P", "registers"),
+            ("O", "registers"),
+        ),
+        warps=front.warps,
+        stages=2,
+        min_blocks=front.min_blocks,
+        shared_bytes=front.shared_bytes(meaning.head_qk, meaning.head_v),
+    )
+    backward_binding = Binding(
+        "sm80",
+        (
+            ("K", "shared"),
+            ("V", "shared"),
+            ("Q", "shared"),
+            ("dO", "shared"),
+            ("P", "registers"),
+            ("dS", "registers, shared"),
+            ("dK", "registers"),
+            ("dV", "registers"),
+        ),
+        warps=back.warps,
+        stages=back.q_stages,
+        min_blocks=back.min_blocks,
+        shared_bytes=back.shared_bytes(meaning.head_qk, meaning.head_v, float_rows(meaning, back)),
+    )
+    forward = replace(
+        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys)), binding=forward_binding
+    )
+    backward = replace(
+        ops.backward_keys(f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True),
+        binding=backward_binding,
+    )
     pre = ops.preprocess(f"{prefix}_preprocess", Tile(sm80.PREPROCESS_ROWS, 0))
     post = ops.postprocess(f"{prefix}_postprocess", Tile(sm80.POSTPROCESS_ROWS, 0), scale)
     first = rotate(f"{prefix}_rotate_forward")
     again = rotate(f"{prefix}_rotate_backward")
     return LaunchPlan(
-        program.name, "sm80", meaning,
+        program.name,
+        "sm80",
+        meaning,
         forward=(*first, Launch(forward, tuple(x.kernel.name for x in first))),
-        backward=(*again, Launch(pre), Launch(backward, (*(x.kernel.name for x in again), pre.name)), Launch(post, (backward.name,))),
-        buffers=_sm80_buffers(meaning))  # fmt: skip
+        backward=(
+            *again,
+            Launch(pre),
+            Launch(backward, (*(x.kernel.name for x in again), pre.name)),
+            Launch(post, (backward.name,)),
+        ),
+        buffers=_sm80_buffers(meaning),
+    )
 
 
 def _sm80_buffers(meaning: Semantics) -> tuple[Buffer, ...]:
@@ -197,17 +287,27 @@ def _sm80_buffers(meaning: Semantics) -> tuple[Buffer, ...]:
     late: tuple[Pass, ...] = ("backward",)
     buffers = _rotation_buffers(meaning, late, both, both, late)
     buffers.append(Buffer("row_terms", "float", _size("B", "H", "M", 2), late))
-    padded = mul(_size("B", "H"), mul(Op("floordiv", (add(Var("M", Type.INT), const(15)), const(16)), Type.INT), const(16 * meaning.head_qk)))
+    padded = mul(
+        _size("B", "H"),
+        mul(
+            Op("floordiv", (add(Var("M", Type.INT), const(15)), const(16)), Type.INT),
+            const(16 * meaning.head_qk),
+        ),
+    )
     buffers.append(Buffer("dq_sum", "float", padded, late, zeroed=True))
     return tuple(buffers)
 
 
 def in_registers(rotation: Rotation, column_warps: int) -> bool:
-    """Whether an accumulator can be rotated back without shared memory: both members of a pair are in one thread."""
+    """Whether an accumulator can be rotated back without shared memory: both members of a pair are in one
+    thread.
+    """
     first, width = _value(rotation.first), _value(rotation.width)
     if first % 8 or width % 8:
         return False
-    return rotation.pairing == "adjacent" or (width // 2) % (8 if column_warps == 1 else 16 * column_warps) == 0
+    return (
+        rotation.pairing == "adjacent" or (width // 2) % (8 if column_warps == 1 else 16 * column_warps) == 0
+    )
 
 
 def float_rows(meaning: Semantics, tile: sm80.BackwardTile) -> bool:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU target against dense float64 PyTorch: every variant, dtype, layout and awkward length, forward and backward."""
+"""The CPU target against dense float64 PyTorch: every variant, dtype, layout and awkward length, forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ def kernel(name: str, dtype: torch.dtype, d: int = 64, **options: Any) -> Any:
     return getattr(module, VARIANTS[name].attention)
 
 
-def check(name: str, dtype: torch.dtype, b: int, h: int, hk: int, m: int, n: int, layout: str = "contiguous", scale: float = 1.0,
-          **origins: int) -> None:
+def check(
+    name: str,
+    dtype: torch.dtype,
+    b: int,
+    h: int,
+    hk: int,
+    m: int,
+    n: int,
+    layout: str = "contiguous",
+    scale: float = 1.0,
+    **origins: int,
+) -> None:
     variant = VARIANTS[name]
     q, k, v = inputs(b, h, hk, m, n, 64, 64, dtype, layout=layout, scale=scale)
     extras = {**variant.extras(h, "cpu"), **origins}
@@ -35,7 +47,9 @@ def test_variants(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, 2, 4, 2, 129, 129)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (17, 17), (127, 127), (300, 300), (5, 200), (200, 5), (64, 129), (1, 300)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (17, 17), (127, 127), (300, 300), (5, 200), (200, 5), (64, 129), (1, 300)]
+)
 @pytest.mark.parametrize("name", ["llama", "mistral", "alibi"])
 def test_lengths(name: str, shape: tuple[int, int]) -> None:
     check(name, torch.float32, 1, 2, 1, *shape)
@@ -68,7 +82,9 @@ def test_gradcheck() -> None:
         q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 7, 9, 64, 64, torch.float64))
         extras = variant.extras(2, "cpu")
         call = kernel(name, torch.float64)
-        assert torch.autograd.gradcheck(lambda *a, c=call, e=extras: c(*a, **e, return_lse=True)[0], (q, k, v), fast_mode=True)
+        assert torch.autograd.gradcheck(
+            lambda *a, c=call, e=extras: c(*a, **e, return_lse=True)[0], (q, k, v), fast_mode=True
+        )
 
 
 def test_empty_rows_are_zero() -> None:
@@ -124,8 +140,11 @@ def test_masked_key_lets_nothing_through() -> None:
 def test_gradient_of_the_output_has_any_strides(kind: str) -> None:
     call = kernel("llama", torch.float32)
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 50, 50, 64, 64, torch.float32))
-    do = {"expanded": torch.ones(()).expand(1, 2, 50, 64), "transposed": torch.randn(1, 2, 64, 50).transpose(2, 3),
-          "strided": torch.randn(1, 2, 50, 128)[..., ::2]}[kind]
+    do = {
+        "expanded": torch.ones(()).expand(1, 2, 50, 64),
+        "transposed": torch.randn(1, 2, 64, 50).transpose(2, 3),
+        "strided": torch.randn(1, 2, 50, 128)[..., ::2],
+    }[kind]
     got = torch.autograd.grad(call(q, k, v), (q, k, v), do)
     want = torch.autograd.grad(call(q, k, v), (q, k, v), do.contiguous())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -156,7 +175,7 @@ def test_window_wider_than_the_sequence_is_no_window() -> None:
 
 def test_causal_and_window_never_see_the_future() -> None:
     call = kernel("mistral", torch.float32)
-    q, k, v = inputs(1, 1, 1, 64, 64, 64, 64, torch.float32)
+    q, k, _ = inputs(1, 1, 1, 64, 64, 64, 64, torch.float32)
     one_hot = torch.eye(64)[None, None]
     weights = call(q, k, one_hot.contiguous(), w=9)[0, 0]
     i, j = torch.arange(64)[:, None], torch.arange(64)[None]

@@ -26,7 +26,7 @@ def sample(requires_grad: bool = True, dtype: torch.dtype = torch.float32, m: in
     return [x.requires_grad_(requires_grad) for x in inputs(2, 4, 2, m, m, 64, 64, dtype)]
 
 
-# ---- tracing -------------------------------------------------------------------------------------------------------
+# ---- tracing ---------------------------------------------------------------------------------------------
 
 
 def test_compiles_without_graph_breaks() -> None:
@@ -42,7 +42,9 @@ def test_compiles_without_graph_breaks() -> None:
     do = torch.randn(2, 4, 40, 64)
     want, got = step(q, k, v), compiled(q, k, v)
     assert torch.equal(want, got)
-    for a, b in zip(torch.autograd.grad(want, (q, k, v), do), torch.autograd.grad(got, (q, k, v), do), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(want, (q, k, v), do), torch.autograd.grad(got, (q, k, v), do), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -86,7 +88,9 @@ def test_opcheck() -> None:
     slope = torch.rand(4)
     torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], 0, 0))
     o, lse = glue.forward_op(q, k, v, [slope], [], 0, 0)
-    torch.library.opcheck(glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], 0, 0, False))
+    torch.library.opcheck(
+        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], 0, 0, False)
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -114,13 +118,18 @@ def test_checkpoint_deepcopy_and_autocast() -> None:
 def test_lse_is_differentiable_and_o_alone_too() -> None:
     kernel = module("causal", "float64")
     q, k, v = sample(dtype=torch.float64, m=9)
-    assert torch.autograd.gradcheck(lambda *a: kernel.causal_lm(*a, return_lse=True)[1], (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *a: kernel.causal_lm(*a, return_lse=True)[1], (q, k, v), fast_mode=True
+    )
     assert not kernel.causal_lm(q.detach(), k.detach(), v.detach()).requires_grad
 
 
 def test_signature_and_documentation() -> None:
     attention = module("mistral").mistral
-    assert str(inspect.signature(attention)) == "(q, k, v, *, w, q_origin=0, k_origin=0, return_lse=False, deterministic=False)"
+    assert (
+        str(inspect.signature(attention))
+        == "(q, k, v, *, w, q_origin=0, k_origin=0, return_lse=False, deterministic=False)"
+    )
     assert "Mistral 7B" in attention.__doc__ and "w: int > 0" in attention.__doc__
 
 
@@ -132,7 +141,7 @@ def test_fixed_parameter_leaves_the_signature() -> None:
         fixed(q, k, v, w=9)
 
 
-# ---- errors of a call ----------------------------------------------------------------------------------------------
+# ---- errors of a call ------------------------------------------------------------------------------------
 
 
 def _bad(change: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -143,27 +152,62 @@ def _bad(change: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 
 CASES = {
-    "dtype not built": (TypeError, "no kernel for cpu float16.*afc compile mistral.attn", lambda a, o: a.__setitem__(slice(None), [x.half() for x in a])),
-    "mixed dtypes": (TypeError, "v: expected q's dtype torch.float32, got torch.bfloat16", lambda a, o: a.__setitem__(2, a[2].bfloat16())),
+    "dtype not built": (
+        TypeError,
+        "no kernel for cpu float16.*afc compile mistral.attn",
+        lambda a, o: a.__setitem__(slice(None), [x.half() for x in a]),
+    ),
+    "mixed dtypes": (
+        TypeError,
+        "v: expected q's dtype torch.float32, got torch.bfloat16",
+        lambda a, o: a.__setitem__(2, a[2].bfloat16()),
+    ),
     "integers": (TypeError, "q: expected float64", lambda a, o: a.__setitem__(0, a[0].long())),
     "not a tensor": (TypeError, "k: expected a torch.Tensor, got list", lambda a, o: a.__setitem__(1, [1.0])),
     "rank": (ValueError, "q: expected 4 dimensions", lambda a, o: a.__setitem__(0, a[0][0])),
     "batch": (ValueError, r"k: expected shape \[2, Hk, N, 64\]", lambda a, o: a.__setitem__(1, a[1][:1])),
-    "heads": (ValueError, "k: expected a number of heads that divides q's 4, got 3",
-              lambda a, o: a.__setitem__(slice(1, 3), [torch.randn(2, 3, 30, 64)] * 2)),
+    "heads": (
+        ValueError,
+        "k: expected a number of heads that divides q's 4, got 3",
+        lambda a, o: a.__setitem__(slice(1, 3), [torch.randn(2, 3, 30, 64)] * 2),
+    ),
     "lengths": (ValueError, "v: expected shape", lambda a, o: a.__setitem__(2, a[2][:, :, :-1])),
-    "head size": (TypeError, "no kernel for cpu float32 Dqk=32", lambda a, o: a.__setitem__(slice(None), [x[..., :32].contiguous() for x in a])),
-    "stride": (ValueError, "q: expected stride 1 in the last dimension", lambda a, o: a.__setitem__(0, torch.randn(2, 4, 20, 128)[..., ::2])),
-    "device": (ValueError, "k: expected q's device cpu, got meta", lambda a, o: a.__setitem__(1, a[1].to("meta"))),
+    "head size": (
+        TypeError,
+        "no kernel for cpu float32 Dqk=32",
+        lambda a, o: a.__setitem__(slice(None), [x[..., :32].contiguous() for x in a]),
+    ),
+    "stride": (
+        ValueError,
+        "q: expected stride 1 in the last dimension",
+        lambda a, o: a.__setitem__(0, torch.randn(2, 4, 20, 128)[..., ::2]),
+    ),
+    "device": (
+        ValueError,
+        "k: expected q's device cpu, got meta",
+        lambda a, o: a.__setitem__(1, a[1].to("meta")),
+    ),
     "missing scalar": (TypeError, "missing argument `w`", lambda a, o: o.pop("w")),
     "scalar type": (TypeError, "w: expected an int, got 2.5", lambda a, o: o.__setitem__("w", 2.5)),
-    "scalar sign": (ValueError, "w: expected a value greater than 0, got 0", lambda a, o: o.__setitem__("w", 0)),
+    "scalar sign": (
+        ValueError,
+        "w: expected a value greater than 0, got 0",
+        lambda a, o: o.__setitem__("w", 0),
+    ),
     "scalar range": (ValueError, "w: expected an int between", lambda a, o: o.__setitem__("w", 2**40)),
-    "unknown name": (TypeError, "unexpected argument `window`; its named arguments are w,", lambda a, o: o.__setitem__("window", 3)),
+    "unknown name": (
+        TypeError,
+        "unexpected argument `window`; its named arguments are w,",
+        lambda a, o: o.__setitem__("window", 3),
+    ),
     "kv_len": (NotImplementedError, "kv_len", lambda a, o: o.__setitem__("kv_len", 3)),
-    "origin tensor": (NotImplementedError, "q_origin", lambda a, o: o.__setitem__("q_origin", torch.tensor(3))),
+    "origin tensor": (
+        NotImplementedError,
+        "q_origin",
+        lambda a, o: o.__setitem__("q_origin", torch.tensor(3)),
+    ),
     "origin range": (ValueError, "q_origin", lambda a, o: o.__setitem__("q_origin", 2**31)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,10 +222,13 @@ def test_wrong_captured_tensors() -> None:
     attention = module("alibi").alibi_lm
     q, k, v = sample(requires_grad=False)
     for slope, kind, text in (
-        (None, TypeError, "missing argument `slope`"), (torch.rand(3), ValueError, r"slope: expected shape \[H\] with H = 4, got \(3,\)"),
-        (torch.rand(4, 1), ValueError, "slope"), (torch.ones(4, dtype=torch.int64), TypeError, "slope: expected float32"),
-        (torch.rand(4, requires_grad=True), ValueError, "slope: expected a tensor without requires_grad"), ([1.0] * 4, TypeError, "slope"),
-    ):  # fmt: skip
+        (None, TypeError, "missing argument `slope`"),
+        (torch.rand(3), ValueError, r"slope: expected shape \[H\] with H = 4, got \(3,\)"),
+        (torch.rand(4, 1), ValueError, "slope"),
+        (torch.ones(4, dtype=torch.int64), TypeError, "slope: expected float32"),
+        (torch.rand(4, requires_grad=True), ValueError, "slope: expected a tensor without requires_grad"),
+        ([1.0] * 4, TypeError, "slope"),
+    ):
         with pytest.raises(kind, match=text):
             attention(q, k, v, **({} if slope is None else {"slope": slope}))
 
@@ -196,7 +243,7 @@ def test_captured_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(attention(q, k, v, slope=strided), attention(q, k, v, slope=slope))
 
 
-# ---- modules -------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------
 
 
 def test_two_modules_of_one_name(tmp_path: Path) -> None:
@@ -206,7 +253,9 @@ def test_two_modules_of_one_name(tmp_path: Path) -> None:
     for number, mask in enumerate(("causal", "full")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "lm.attn").write_text(f"attention lm(q, k, v) = softmax({mask}(scaled_dot_product(q, k))) @ v\n")
+        (folder / "lm.attn").write_text(
+            f"attention lm(q, k, v) = softmax({mask}(scaled_dot_product(q, k))) @ v\n"
+        )
         afc.compile_file(folder / "lm.attn", folder / "kernel.so", afc_options(64))
         sys.modules.pop("kernel", None)
         sys.path.insert(0, str(folder))
@@ -224,7 +273,9 @@ def test_two_modules_of_one_name(tmp_path: Path) -> None:
 
 
 def test_one_module_with_several_configurations(tmp_path: Path) -> None:
-    afc.compile_file(EXAMPLES / "causal.attn", tmp_path / "several.so", afc_options(32, 64, dtypes=("float32", "bfloat16")))
+    afc.compile_file(
+        EXAMPLES / "causal.attn", tmp_path / "several.so", afc_options(32, 64, dtypes=("float32", "bfloat16"))
+    )
     from afc.runtime.loading import import_module
 
     kernel = import_module(tmp_path / "several.so")

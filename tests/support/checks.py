@@ -34,9 +34,23 @@ def poison(device: str = "cpu", megabytes: int = 64) -> None:
     del blocks
 
 
-def inputs(b: int, h: int, hk: int, m: int, n: int, dqk: int, dv: int, dtype: torch.dtype, device: str = "cpu",
-           layout: str = "contiguous", scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh random q, k, v in a layout: contiguous, transposed (rows before heads in memory), sliced, expanded."""
+def inputs(
+    b: int,
+    h: int,
+    hk: int,
+    m: int,
+    n: int,
+    dqk: int,
+    dv: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh random q, k, v in a layout: contiguous, transposed (rows before heads in memory), sliced,
+    expanded.
+    """
+
     def make(heads: int, rows: int, d: int) -> Tensor:
         def fresh(*shape: int) -> Tensor:
             return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
@@ -52,7 +66,15 @@ def inputs(b: int, h: int, hk: int, m: int, n: int, dqk: int, dv: int, dtype: to
     return make(h, m, dqk), make(hk, n, dqk), make(hk, n, dv)
 
 
-def run(call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, extras: dict[str, Any]) -> Outcome:
+def run(
+    call: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    extras: dict[str, Any],
+) -> Outcome:
     """Forward and backward of `call(q, k, v, **extras) -> (o, lse)`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o, lse = call(q, k, v, **extras)
@@ -66,7 +88,9 @@ def run(call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, do: Tensor, d
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Relative Frobenius error of a against b; infinities must agree exactly, NaN counts as infinite error."""
+    """Relative Frobenius error of a against b; infinities must agree exactly, NaN counts as infinite
+    error.
+    """
     infinite = torch.isinf(b)
     if not torch.equal(a[infinite], b[infinite]):
         return float("inf")
@@ -77,14 +101,25 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float("inf") if error != error else error / max(norm, 1e-300)
 
 
-def compare(call: Callable[..., Any], variant: Variant, q: Tensor, k: Tensor, v: Tensor, extras: dict[str, Any],
-            with_dlse: bool = True) -> dict[str, tuple[float, float]]:
-    """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus a floor."""
+def compare(
+    call: Callable[..., Any],
+    variant: Variant,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: dict[str, Any],
+    with_dlse: bool = True,
+) -> dict[str, tuple[float, float]]:
+    """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus a
+    floor.
+    """
     dtype = q.dtype
     shape = (*q.shape[:3], v.shape[3])
     do = torch.randn(shape, dtype=torch.float64).to(q.device, dtype)
     dlse = torch.randn(q.shape[:3], dtype=torch.float64).to(q.device) if with_dlse else None
-    double = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in extras.items()}
+    double = {
+        n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in extras.items()
+    }
     truth = run(variant.reference, q.double(), k.double(), v.double(), do, dlse, double)
     yard = run(variant.reference, q, k, v, do, dlse, extras)
     poison(q.device.type)
@@ -93,17 +128,22 @@ def compare(call: Callable[..., Any], variant: Variant, q: Tensor, k: Tensor, v:
     found = {}
     for name in ("o", "lse", "dq", "dk", "dv"):
         want = getattr(truth, name)
-        found[name] = (relative(getattr(ours, name), want), 2 * relative(getattr(yard, name), want) + floors[name])
+        found[name] = (
+            relative(getattr(ours, name), want),
+            2 * relative(getattr(yard, name), want) + floors[name],
+        )
     return found
 
 
 def _floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, truth: Outcome) -> dict[str, float]:
     """Relative errors that the algorithm itself may have, whatever luck the yardstick had.
 
-    o: one rounding to the dtype (in float64, where reference and yardstick are one: the bound of a sum of Dqk + N
-    products). LSE: the roundings of maximum, product, logarithm and sum. Gradients: P = exp(s - LSE) from an LSE rounded
-    once has relative error eps |LSE| / 2, and dP - delta carries an error of eps of each, |dP_ij| <= |dO_i| |V_j|, which
-    reaches dQ through |K| and dK through |Q|.
+    o: one rounding to the dtype (in float64, where reference and yardstick are one: the bound of a sum of
+    Dqk + N
+    products). LSE: the roundings of maximum, product, logarithm and sum. Gradients: P = exp(s - LSE) from an
+    LSE rounded
+    once has relative error eps |LSE| / 2, and dP - delta carries an error of eps of each,
+    |dP_ij| <= |dO_i| |V_j|, which reaches dQ through |K| and dK through |Q|.
     """
     dtype = q.dtype
     double = dtype is torch.float64
@@ -111,10 +151,16 @@ def _floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, truth: Outcome) -> dict
     own = torch.finfo(dtype).eps * ((q.shape[3] + k.shape[2]) if double else 1)
     largest = torch.nan_to_num(truth.lse, neginf=0.0).abs().amax().item() if truth.lse.numel() else 0.0
     product = eps * (2 + 0.5 * largest)
-    rows = {n: x.double().norm(dim=-1).amax().item() if x.numel() else 0.0 for n, x in (("q", q), ("k", k), ("v", v))}
+    rows = {
+        n: x.double().norm(dim=-1).amax().item() if x.numel() else 0.0
+        for n, x in (("q", q), ("k", k), ("v", v))
+    }
     size = do.double().norm().item() * rows["v"] * float(q.shape[3]) ** -0.5
     reach = {"dq": size * rows["k"], "dk": size * rows["q"], "dv": do.double().norm().item()}
-    gradient = {n: own + product * max(1.0, x / max(getattr(truth, n).norm().item(), 1e-300)) for n, x in reach.items()}
+    gradient = {
+        n: own + product * max(1.0, x / max(getattr(truth, n).norm().item(), 1e-300))
+        for n, x in reach.items()
+    }
     return {"o": own, "lse": 4 * eps + (own if double else 0.0), **gradient}
 
 

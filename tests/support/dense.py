@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention variants in plain PyTorch, written from their papers and not from our formulas.
 
-The same functions serve as the reference (float64) and as the yardstick (the input dtype): a kernel passes if its error
+The same functions serve as the reference (float64) and as the yardstick (the input dtype): a kernel passes
+if its error
 is at most twice that of the yardstick. Contract for an empty row: output 0, LSE -inf, gradients 0.
 """
 
@@ -16,7 +17,9 @@ import torch
 Tensor = torch.Tensor
 
 
-def rotary(x: Tensor, base: float, origin: int = 0, width: int | None = None, interleaved: bool = False) -> Tensor:
+def rotary(
+    x: Tensor, base: float, origin: int = 0, width: int | None = None, interleaved: bool = False
+) -> Tensor:
     """RoFormer's rotation of the first `width` columns of x [B, H, L, D]; angles in float64."""
     width = x.shape[-1] if width is None else width
     part, rest = x[..., :width], x[..., width:]
@@ -32,7 +35,9 @@ def rotary(x: Tensor, base: float, origin: int = 0, width: int | None = None, in
     return torch.cat((turned, rest), -1)
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, score: Callable[[Tensor], Tensor], keep: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, score: Callable[[Tensor], Tensor], keep: Tensor
+) -> tuple[Tensor, Tensor]:
     """Dense attention with grouped heads. `keep` broadcasts to [B, H, M, N]. Returns (o, natural-log LSE)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -85,13 +90,17 @@ def gptj(q: Tensor, k: Tensor, v: Tensor, q_origin: int = 0, k_origin: int = 0) 
     return causal(q, k, v, q_origin, k_origin)
 
 
-def alibi(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+def alibi(
+    q: Tensor, k: Tensor, v: Tensor, slope: Tensor, q_origin: int = 0, k_origin: int = 0
+) -> tuple[Tensor, Tensor]:
     i, j = _positions(q, k, q_origin, k_origin)
     bias = slope.to(q.dtype)[:, None, None] * (j - i).to(q.dtype)
     return softmax_attention(q, k, v, lambda s: s * _scale(q) + bias, j <= i)
 
 
-def mistral(q: Tensor, k: Tensor, v: Tensor, w: int, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+def mistral(
+    q: Tensor, k: Tensor, v: Tensor, w: int, q_origin: int = 0, k_origin: int = 0
+) -> tuple[Tensor, Tensor]:
     i, j = _positions(q, k, q_origin, k_origin)
     keep = (j <= i) & (i - j < w)
     q, k = rotary(q, 1e4, q_origin), rotary(k, 1e4, k_origin)
@@ -111,7 +120,12 @@ VARIANTS = {
         Variant("causal", "causal_lm", causal),
         Variant("llama", "llama", llama),
         Variant("gptj", "gptj", gptj),
-        Variant("alibi", "alibi_lm", alibi, lambda heads, device: {"slope": torch.rand(heads, device=device, dtype=torch.float32)}),
+        Variant(
+            "alibi",
+            "alibi_lm",
+            alibi,
+            lambda heads, device: {"slope": torch.rand(heads, device=device, dtype=torch.float32)},
+        ),
         Variant("mistral", "mistral", mistral, lambda heads, device: {"w": 37}),
         Variant("gemma2", "gemma2", gemma2),
     )

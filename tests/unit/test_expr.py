@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the operator table: derivative against differences, range against samples, text against Python."""
+"""Every row of the operator table: derivative against differences, range against samples, text against
+Python.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from afc.expr.simplify import share_calls, simplify, simplify_formula
 from afc.frontend import check_text
 
 X, Y = Var("x", Type.FLOAT), Var("y", Type.FLOAT)
-I, J = Var("i", Type.INT), Var("j", Type.INT)
+ROW, COLUMN = Var("i", Type.INT), Var("j", Type.INT)
 
 # Points at which the operators are smooth.
 SMOOTH = {"x": 0.7361, "y": 1.3179}
@@ -40,12 +42,16 @@ def test_derivative_matches_a_difference(name: str) -> None:
         step = 1e-6
         high, low = ({**SMOOTH, variable: SMOOTH[variable] + s} for s in (step, -step))
         difference = (evaluate(expr, high) - evaluate(expr, low)) / (2 * step)
-        assert evaluate(result, SMOOTH) == pytest.approx(difference, rel=1e-7, abs=1e-8), f"d {name} / d {variable}"
+        assert evaluate(result, SMOOTH) == pytest.approx(difference, rel=1e-7, abs=1e-8), (
+            f"d {name} / d {variable}"
+        )
 
 
 def test_derivative_through_intermediate_values_and_branches() -> None:
     t = Var("t", Type.FLOAT)
-    formula = Formula((select(call("gt", X, const(0.5)), call("mul", t, t), call("log", X)),), (Let("t", call("exp", X)),))
+    formula = Formula(
+        (select(call("gt", X, const(0.5)), call("mul", t, t), call("log", X)),), (Let("t", call("exp", X)),)
+    )
     (result,) = gradient(formula, ["x"]).results
     env = {"x": 0.8, "t": math.exp(0.8)}
     lets = gradient(formula, ["x"]).lets
@@ -63,7 +69,9 @@ def test_a_branch_not_taken_cannot_inject_nan() -> None:
     assert evaluate(gradient(formula, ["x"]).result, {"x": -1.0}) == 0.0
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r.types != "any" and r.name != "select"], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r.types != "any" and r.name != "select"], ids=lambda r: r.name
+)
 def test_range_holds_every_value(row: object) -> None:
     generator = random.Random(0)
     name, arity, types = row.name, row.arity, row.types  # type: ignore[attr-defined]
@@ -80,30 +88,33 @@ def test_range_holds_every_value(row: object) -> None:
         expr = Op(name, tuple(Var(n, kind) for n in names[:arity]), kind)
         found = interval(expr, bounds)
         for _ in range(20):
-            env = {n: generator.randint(int(v.lo), int(v.hi)) if integer else generator.uniform(v.lo, v.hi) for n, v in bounds.items()}
+            env = {
+                n: generator.randint(int(v.lo), int(v.hi)) if integer else generator.uniform(v.lo, v.hi)
+                for n, v in bounds.items()
+            }
             value = float(np.asarray(OPERATORS[name].numpy(*(env[n] for n in names[:arity]))))
             assert found.lo - 1e-9 <= value <= found.hi + 1e-9, (name, env, found)
 
 
 def test_unknown_range_is_everything() -> None:
     assert interval(X, {}) == EVERYTHING
-    assert interval(Load("t", (I,), Type.FLOAT), {}) == EVERYTHING
+    assert interval(Load("t", (ROW,), Type.FLOAT), {}) == EVERYTHING
 
 
 def test_floor_division_and_modulus_floor() -> None:
     for a in range(-7, 8):
-        assert evaluate(call("floordiv", I, const(3)), {"i": a}) == math.floor(a / 3)
-        assert evaluate(call("mod", I, const(3)), {"i": a}) == a - 3 * math.floor(a / 3)
+        assert evaluate(call("floordiv", ROW, const(3)), {"i": a}) == math.floor(a / 3)
+        assert evaluate(call("mod", ROW, const(3)), {"i": a}) == a - 3 * math.floor(a / 3)
 
 
 def test_reads_outside_a_tensor_see_no_neighbour() -> None:
     t = np.array([1.0, 2.0, 3.0])
-    read = Load("t", (I,), Type.FLOAT)
+    read = Load("t", (ROW,), Type.FLOAT)
     values = evaluate(read, {"i": np.array([-1, 0, 2, 3])}, {"t": t})
     assert np.array_equal(np.isnan(values), [True, False, False, True])
-    flag = Load("f", (I,), Type.BOOL)
+    flag = Load("f", (ROW,), Type.BOOL)
     assert not evaluate(flag, {"i": 5}, {"f": np.array([True])[[0, 0]]})
-    broadcast = Load("t", (I,), Type.FLOAT)
+    broadcast = Load("t", (ROW,), Type.FLOAT)
     assert evaluate(broadcast, {"i": 9}, {"t": np.array([7.0])}) == 7.0
 
 
@@ -113,10 +124,24 @@ def parsed(text: str) -> Expr:
 
 
 TEXTS = [
-    "s * 2.0 + 1.0", "(s + 1.0) * 2.0", "s - (1.0 - s)", "-(s * s)", "-s ** 2", "(-s) ** 2", "2.0 ** -s", "s ** 2 ** 0.5",
-    "if i < j and not (i == j or h > 2) then s else -s", "min(max(s, 0.0), 1.0)", "s / (1.0 + s / 2.0)", "(i - j) // 3 % 2 + s",
-    "clamp(s, -1.0, 1.0)", "(s + 1.0) / (s - 3.0)", "s * (i - (j - 1))", "if i < j <= h then 1.0 else s", "abs(i - j) * s",
-]  # fmt: skip
+    "s * 2.0 + 1.0",
+    "(s + 1.0) * 2.0",
+    "s - (1.0 - s)",
+    "-(s * s)",
+    "-s ** 2",
+    "(-s) ** 2",
+    "2.0 ** -s",
+    "s ** 2 ** 0.5",
+    "if i < j and not (i == j or h > 2) then s else -s",
+    "min(max(s, 0.0), 1.0)",
+    "s / (1.0 + s / 2.0)",
+    "(i - j) // 3 % 2 + s",
+    "clamp(s, -1.0, 1.0)",
+    "(s + 1.0) / (s - 3.0)",
+    "s * (i - (j - 1))",
+    "if i < j <= h then 1.0 else s",
+    "abs(i - j) * s",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -147,18 +172,22 @@ def test_cpp_text_has_the_value(text: str) -> None:
 
     source = printed.replace("afc::", "afc.").replace("&&", " and ").replace("||", " or ")
     env = {"s": 0.7, "i": 5, "j": 2, "h": 1}
-    got = eval(source, {"afc": Names, "Real": float, **env})  # noqa: S307  (our own text)
+    got = eval(source, {"afc": Names, "Real": float, **env})
     assert got == pytest.approx(evaluate(expr, env))
 
 
 def test_integers_are_wide_unless_proven_small() -> None:
-    product = call("mul", I, J)
+    product = call("mul", ROW, COLUMN)
     assert Cpp(ranges={"i": Interval(0, 9), "j": Interval(0, 9)}).text(product) == "i * j"
     assert Cpp(ranges={"i": Interval(0, 2**20), "j": Interval(0, 2**20)}).text(product) == "int64_t(i) * j"
 
 
 def test_constants_have_the_same_digits_everywhere() -> None:
-    frequency = call("pow", const(500000.0), call("div", call("to_float", call("mul", const(-2), Var("c", Type.INT))), const(128.0)))
+    frequency = call(
+        "pow",
+        const(500000.0),
+        call("div", call("to_float", call("mul", const(-2), Var("c", Type.INT))), const(128.0)),
+    )
     assert exact(frequency, {"c": 1}) == 0.8146172338565447
     assert exact(call("pow", const(128.0), const(-0.5))) == 0.08838834764831845
     assert exact(call("tanh", const(1.0))) == pytest.approx(math.tanh(1.0))
@@ -172,5 +201,7 @@ def test_repeated_calls_are_named_once() -> None:
 
 
 def test_constant_intermediate_values_disappear() -> None:
-    formula = Formula((call("mul", Var("k", Type.FLOAT), X),), (Let("k", call("add", const(1.0), const(2.0))),))
+    formula = Formula(
+        (call("mul", Var("k", Type.FLOAT), X),), (Let("k", call("add", const(1.0), const(2.0))),)
+    )
     assert simplify_formula(formula) == Formula((call("mul", Const(3.0, Type.FLOAT), X),))

@@ -99,7 +99,8 @@ ERRORS = {
     "E0313": "example rope(1.0, 0.0, 1, 0) == (0.5, 0.8)",
     "E0401": "row n(x) = x\n" + lm("q = n(q)\nreturn softmax(dot(q, k)) @ v"),
     "E0402": lm("return softmax(alibi(dot(q, k); slope)) @ v", "slope[H]: grad"),
-    "E0403": "rotate f(x0, x1, b, p) over half = (x0 * b, x1)\n" + lm("q = f(q)\nreturn softmax(dot(q, k)) @ v"),
+    "E0403": "rotate f(x0, x1, b, p) over half = (x0 * b, x1)\n"
+    + lm("q = f(q)\nreturn softmax(dot(q, k)) @ v"),
     "E0404": "normalizer f(s) = exp(s) / (1.0 + sum(exp(s)))\n" + lm("return f(dot(q, k)) @ v"),
 }
 
@@ -115,7 +116,8 @@ def test_several_mistakes_in_one_run_each_once() -> None:
 
 
 def test_a_message_points_and_hints() -> None:
-    text = "attention lm(q, k, v; window: int) {\n    return softmax(sliding_window(dot(q, k); w = windo)) @ v\n}\n"
+    line = "    return softmax(sliding_window(dot(q, k); w = windo)) @ v"
+    text = f"attention lm(q, k, v; window: int) {{\n{line}\n}}\n"
     with pytest.raises(SourceError) as caught:
         check_text(text, "lm.attn")
     shown = render(caught.value.diagnostics[0], text)
@@ -140,7 +142,10 @@ def test_masks_are_functions_of_masks() -> None:
 
 
 def test_functions_are_inlined_with_their_names() -> None:
-    text = "fn squash(x: float; k: float = 2.0): float {\n    y = x * k\n    return y / (1.0 + abs(y))\n}\nscore f(s) = squash(s) + squash(s * 2.0)\n"
+    text = (
+        "fn squash(x: float; k: float = 2.0): float {\n    y = x * k\n    return y / (1.0 + abs(y))\n}\n"
+        "score f(s) = squash(s) + squash(s * 2.0)\n"
+    )
     program = check_text(text + lm("return softmax(f(dot(q, k))) @ v")).programs[0]
     assert [let.name for let in program.scores[0].formula.lets] == ["squash_y", "squash2_y"]
 
@@ -171,11 +176,22 @@ def test_run_time_bounds_reach_the_signature() -> None:
 
 def test_every_block_argument_and_statement_reaches_the_program() -> None:
     """Mutating a literal, an argument or a statement changes the printed program or is an error."""
-    base = lm("q, k = rope(q, k; base = 500000.0)\ns = scaled_dot_product(q, k; scale = 0.25)\ns = softcap(s; cap = 50.0)\n"
-              "s = sliding_window(causal(s); w = 9)\nreturn softmax(s) @ v")
-    mutations = (("500000.0", "10000.0"), ("0.25", "0.5"), ("50.0", "30.0"), ("w = 9", "w = 8"), ("causal(s)", "full(s)"),
-                 ("s = softcap(s; cap = 50.0)\n", ""), ("q, k = rope(q, k", "q = rope(q"), ("rope(", "rope_interleaved("),
-                 ("softcap(s; cap = 50.0)", "scale(s; by = 50.0)"))  # fmt: skip
+    base = lm(
+        "q, k = rope(q, k; base = 500000.0)\ns = scaled_dot_product(q, k; scale = 0.25)\n"
+        "s = softcap(s; cap = 50.0)\n"
+        "s = sliding_window(causal(s); w = 9)\nreturn softmax(s) @ v"
+    )
+    mutations = (
+        ("500000.0", "10000.0"),
+        ("0.25", "0.5"),
+        ("50.0", "30.0"),
+        ("w = 9", "w = 8"),
+        ("causal(s)", "full(s)"),
+        ("s = softcap(s; cap = 50.0)\n", ""),
+        ("q, k = rope(q, k", "q = rope(q"),
+        ("rope(", "rope_interleaved("),
+        ("softcap(s; cap = 50.0)", "scale(s; by = 50.0)"),
+    )
     printed = {print_program(check_text(base).programs[0])}
     for old, new in mutations:
         assert old in base
@@ -186,9 +202,11 @@ def test_every_block_argument_and_statement_reaches_the_program() -> None:
 PARSED = [
     "row rms_norm(x, c; w[D]: grad, eps: float = 0.000001) = x * rsqrt(mean(x * x) + eps) * w[c]",
     "output gate(o, b, h, m, c; g[B, H, M, Dv]: grad) = o * sigmoid(g[b, h, m, c])",
-    "weight dropout(p, b, h, m, n; rate: float, seed: int) = if random(seed, b, h, m, n) < rate then 0.0 else p / (1 - rate)",
+    "weight dropout(p, b, h, m, n; rate: float, seed: int) = "
+    "if random(seed, b, h, m, n) < rate then 0.0 else p / (1 - rate)",
     "normalizer softmax_sink(s, h; sink[H]: grad) = exp(s) / (exp(sink[h]) + sum(exp(s)))",
-    "mask block_sparse(b, h, m, n; on[1|B, 1|H, MB, NB]: bool, block: int) = on[b, h, m // block, n // block]",
+    "mask block_sparse(b, h, m, n; on[1|B, 1|H, MB, NB]: bool, block: int) = "
+    "on[b, h, m // block, n // block]",
 ]
 
 

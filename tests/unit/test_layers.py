@@ -23,7 +23,21 @@ ORDER = {
     "render": ("errors", "paths", "expr", "ir", "masks", "schedule"),
     "build": ("errors", "paths"),
     "runtime": (),
-    "api": ("errors", "options", "paths", "expr", "ir", "frontend", "masks", "passes", "schedule", "reference", "render", "build", "runtime"),
+    "api": (
+        "errors",
+        "options",
+        "paths",
+        "expr",
+        "ir",
+        "frontend",
+        "masks",
+        "passes",
+        "schedule",
+        "reference",
+        "render",
+        "build",
+        "runtime",
+    ),
     "cli": ("errors", "options", "api", "frontend", "build"),
 }
 
@@ -51,7 +65,11 @@ def test_imports_go_one_way() -> None:
 
 
 def test_every_part_has_its_place() -> None:
-    parts = {p.stem if p.is_file() else p.name for p in (ROOT / "afc").iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    parts = {
+        p.stem if p.is_file() else p.name
+        for p in (ROOT / "afc").iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").is_file()
+    }
     assert parts - {"__init__", "__main__"} == set(ORDER)
 
 
@@ -62,7 +80,11 @@ def lines(folder: str, *suffixes: str) -> int:
 
 def test_size(capsys: object) -> None:
     """Reports the size; a reader's patience is the limit, and a reviewer sees the number move."""
-    sizes = {"afc": lines("afc", ".py"), "templates": lines("templates", ".j2"), "runtime": lines("runtime", ".h", ".hpp", ".cuh", ".cpp")}
+    sizes = {
+        "afc": lines("afc", ".py"),
+        "templates": lines("templates", ".j2"),
+        "runtime": lines("runtime", ".h", ".hpp", ".cuh", ".cpp"),
+    }
     report = ", ".join(f"{name} {count}" for name, count in sizes.items())
     with capsys.disabled():  # type: ignore[attr-defined]
         print(f"\nlines: {report}, together {sum(sizes.values())}")
@@ -70,16 +92,32 @@ def test_size(capsys: object) -> None:
 
 
 def test_every_source_names_its_licence() -> None:
-    sources = [p for folder in ("afc", "runtime", "bench", "tests", "examples") for p in (ROOT / folder).rglob("*")
-               if p.suffix in (".py", ".h", ".hpp", ".cpp", ".cuh")]  # fmt: skip
-    missing = [str(p.relative_to(ROOT)) for p in sources if p.stat().st_size and "SPDX-License-Identifier: Apache-2.0" not in p.read_text("utf-8")[:200]]
+    sources = [
+        p
+        for folder in ("afc", "runtime", "bench", "tests", "examples")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in (".py", ".h", ".hpp", ".cpp", ".cuh")
+    ]
+    missing = [
+        str(p.relative_to(ROOT))
+        for p in sources
+        if p.stat().st_size and "SPDX-License-Identifier: Apache-2.0" not in p.read_text("utf-8")[:200]
+    ]
     assert not missing, missing
 
 
 def test_nothing_names_a_machine_path() -> None:
     """Absolute home or work paths never belong into a source."""
     suffixes = (".py", ".h", ".hpp", ".cpp", ".cuh", ".j2", ".attn", ".lark", ".md", ".toml")
-    sources = [p for folder in ("afc", "runtime", "templates", "grammar", "bench", "examples", "docs") for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
-    named = [str(p.relative_to(ROOT)) for p in [*sources, *(p for p in [ROOT / "README.md"] if p.exists())]
-             if any(word in p.read_text("utf-8") for word in ("/root/", "/home/", "/work/"))]  # fmt: skip
+    sources = [
+        p
+        for folder in ("afc", "runtime", "templates", "grammar", "bench", "examples", "docs")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix in suffixes
+    ]
+    named = [
+        str(p.relative_to(ROOT))
+        for p in [*sources, *(p for p in [ROOT / "README.md"] if p.exists())]
+        if any(word in p.read_text("utf-8") for word in ("/root/", "/home/", "/work/"))
+    ]
     assert not named, named

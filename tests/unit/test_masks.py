@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask plans: bounds are sound for random masks, exact for the common ones, and the same in Python and in C++."""
+"""Mask plans: bounds are sound for random masks, exact for the common ones, and the same in Python and in
+C++.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,32 @@ TILE = 8
 
 def plan_of(body: str, parameters: str = "") -> tuple[Program, MaskPlan]:
     text = f"mask f(i, j, m, n; {parameters or 'unused: int = 0'}) = {body}\n"
-    options = "; ".join(["s", *([", ".join(p.split(":")[0] for p in parameters.split(", "))] if parameters else [])])
-    checked = check_text(text + f"attention a(q, k, v{'; ' + parameters if parameters else ''}) = softmax(f({options.replace('s', 'dot(q, k)', 1)})) @ v\n")
+    options = "; ".join(
+        ["s", *([", ".join(p.split(":")[0] for p in parameters.split(", "))] if parameters else [])]
+    )
+    checked = check_text(
+        text
+        + f"attention a(q, k, v{'; ' + parameters if parameters else ''}) = "
+        + f"softmax(f({options.replace('s', 'dot(q, k)', 1)})) @ v\n"
+    )
     program = checked.programs[0]
     return program, derive(s.formula for s in program.masks)
 
 
 def kept(program: Program, sizes: dict[str, int]) -> np.ndarray:
     m, n = np.arange(sizes["M"])[:, None], np.arange(sizes["N"])[None]
-    env = {**sizes, "m": m, "n": n, "i": m + sizes["q_origin"], "j": n + sizes["k_origin"], "b": 0, "h": 0, "B": 1, "H": 1, "Hk": 1}
+    env = {
+        **sizes,
+        "m": m,
+        "n": n,
+        "i": m + sizes["q_origin"],
+        "j": n + sizes["k_origin"],
+        "b": 0,
+        "h": 0,
+        "B": 1,
+        "H": 1,
+        "Hk": 1,
+    }
     value = np.ones((sizes["M"], sizes["N"]), bool)
     for step in program.masks:
         value &= evaluate_formula(step.formula, env)[0]
@@ -40,8 +59,12 @@ def kept(program: Program, sizes: dict[str, int]) -> np.ndarray:
 def check_sound(run: Run, rows: np.ndarray, what: str) -> None:
     """`rows`: what is kept, [range of one axis, whole other axis]."""
     assert 0 <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], what
-    assert not rows[:, : run.begin].any() and not rows[:, run.end :].any(), f"{what}: a kept element outside {run}"
-    assert rows[:, run.full_begin : run.full_end].all(), f"{what}: a removed element inside the full part of {run}"
+    assert not rows[:, : run.begin].any() and not rows[:, run.end :].any(), (
+        f"{what}: a kept element outside {run}"
+    )
+    assert rows[:, run.full_begin : run.full_end].all(), (
+        f"{what}: a removed element inside the full part of {run}"
+    )
 
 
 def check_plan(program: Program, plan: MaskPlan, sizes: dict[str, int]) -> None:
@@ -55,8 +78,13 @@ def check_plan(program: Program, plan: MaskPlan, sizes: dict[str, int]) -> None:
 
 
 def sizes_of(generator: random.Random, **scalars: int) -> dict[str, int]:
-    return {"M": generator.randint(1, 40), "N": generator.randint(1, 40), "q_origin": generator.randint(-20, 40),
-            "k_origin": generator.randint(-20, 20), **scalars}  # fmt: skip
+    return {
+        "M": generator.randint(1, 40),
+        "N": generator.randint(1, 40),
+        "q_origin": generator.randint(-20, 40),
+        "k_origin": generator.randint(-20, 20),
+        **scalars,
+    }
 
 
 COMMON = {
@@ -95,10 +123,14 @@ def test_run_time_parameters_bound_too() -> None:
     assert not plan.residual
     generator = random.Random(2)
     for _ in range(50):
-        check_plan(program, plan, sizes_of(generator, w=generator.randint(1, 60), first=generator.randint(-5, 30)))
+        check_plan(
+            program, plan, sizes_of(generator, w=generator.randint(1, 60), first=generator.randint(-5, 30))
+        )
 
 
-@pytest.mark.parametrize("body", ["i % 2 == 0", "j <= i or j < 3", "i * i > j", "2 * j <= i", "if i < j then i > 3 else j > 2"])
+@pytest.mark.parametrize(
+    "body", ["i % 2 == 0", "j <= i or j < 3", "i * i > j", "2 * j <= i", "if i < j then i > 3 else j > 2"]
+)
 def test_what_does_not_fit_stays_with_the_elements(body: str) -> None:
     program, plan = plan_of(f"({body}) and j <= i + 4")
     assert plan.residual and plan.bounds
@@ -109,8 +141,27 @@ def test_what_does_not_fit_stays_with_the_elements(body: str) -> None:
 
 def random_mask(generator: random.Random, depth: int) -> str:
     if depth == 0 or generator.random() < 0.3:
-        left = generator.choice(["i", "j", "m", "n", "i - j", "j - i", "i + j", "-j", "2 * i", "abs(i - j)", "i // 3", "j % 4", "abs(j - 5)", "N - n"])
-        right = generator.choice(["i", "j", "n", str(generator.randint(-10, 25)), "i + 3", "j - 2", "M - 1", "w", "w - i"])
+        left = generator.choice(
+            [
+                "i",
+                "j",
+                "m",
+                "n",
+                "i - j",
+                "j - i",
+                "i + j",
+                "-j",
+                "2 * i",
+                "abs(i - j)",
+                "i // 3",
+                "j % 4",
+                "abs(j - 5)",
+                "N - n",
+            ]
+        )
+        right = generator.choice(
+            ["i", "j", "n", str(generator.randint(-10, 25)), "i + 3", "j - 2", "M - 1", "w", "w - i"]
+        )
         return f"{left} {generator.choice(['<', '<=', '>', '>=', '==', '!='])} {right}"
     a, b = random_mask(generator, depth - 1), random_mask(generator, depth - 1)
     return generator.choice([f"({a}) and ({b})", f"({a}) and ({b})", f"({a}) or ({b})", f"not ({a})"])
@@ -128,15 +179,22 @@ def test_no_mask_is_one_full_run() -> None:
     _, plan = plan_of("true")
     sizes = {"M": 9, "N": 30, "q_origin": 0, "k_origin": 0}
     assert key_run(plan, 0, 8, sizes) == Run(0, 0, 30, 30)
-    assert Run(0, 0, 30, 30).tiles(8) == [(slice(24, 32), False), *((slice(t, t + 8), True) for t in (0, 8, 16))]
-    assert Run(3, 5, 14, 16).pieces(4) == [(slice(3, 5), False), (slice(14, 16), False), *((slice(a, b), True) for a, b in ((5, 9), (9, 13), (13, 14)))]
+    assert Run(0, 0, 30, 30).tiles(8) == [
+        (slice(24, 32), False),
+        *((slice(t, t + 8), True) for t in (0, 8, 16)),
+    ]
+    assert Run(3, 5, 14, 16).pieces(4) == [
+        (slice(3, 5), False),
+        (slice(14, 16), False),
+        *((slice(a, b), True) for a, b in ((5, 9), (9, 13), (13, 14))),
+    ]
 
 
 def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
     """The functions key_run and query_run that are printed, compiled and called for random sizes."""
+    from afc import passes
     from afc.render.blocks import CPU, render_blocks
     from afc.schedule.plan import semantics
-    from afc import passes
 
     bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i"]
     generator = random.Random(4)
@@ -151,15 +209,36 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
             fields = "".join(f"a.{f} = {sizes[f]}; " for f in ("M", "N", "q_origin", "k_origin"))
             a, b = sorted(generator.randrange(sizes["M"]) for _ in range(2))
             c, d = sorted(generator.randrange(sizes["N"]) for _ in range(2))
-            calls.append(f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']}; show(mask{number}::key_run(a, {a}, {b})); "
-                         f"show(mask{number}::query_run(a, {c}, {d})); }}")
+            calls.append(
+                f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']}; "
+                f"show(mask{number}::key_run(a, {a}, {b})); "
+                f"show(mask{number}::query_run(a, {c}, {d})); }}"
+            )
             for run in (key_run(plan, a, b, sizes), query_run(plan, c, d, sizes)):
                 expected.append(f"{run.begin} {run.full_begin} {run.full_end} {run.end}")
-    source = "\n".join([
-        '#include <cstdio>', '#include "abi/afc_run.h"', '#include "cpu/element.hpp"', '#include "cpu/math.hpp"', "using Real = float;",
-        *parts, 'static void show(Run r) { std::printf("%d %d %d %d\\n", r.begin, r.full_begin, r.full_end, r.end); }',
-        "int main() {", *calls, "}"])  # fmt: skip
+    source = "\n".join(
+        [
+            "#include <cstdio>",
+            '#include "abi/afc_run.h"',
+            '#include "cpu/element.hpp"',
+            '#include "cpu/math.hpp"',
+            "using Real = float;",
+            *parts,
+            "static void show(Run r) {",
+            '  std::printf("%d %d %d %d\\n", r.begin, r.full_begin, r.full_end, r.end);',
+            "}",
+            "int main() {",
+            *calls,
+            "}",
+        ]
+    )
     (tmp_path / "runs.cpp").write_text(source)
-    subprocess.run(["g++", "-std=c++17", "-O1", f"-I{paths.runtime()}", "-march=x86-64-v3", "runs.cpp", "-o", "runs"], cwd=tmp_path, check=True)
-    got = subprocess.run([str(tmp_path / "runs")], capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", f"-I{paths.runtime()}", "-march=x86-64-v3", "runs.cpp", "-o", "runs"],
+        cwd=tmp_path,
+        check=True,
+    )
+    got = subprocess.run([str(tmp_path / "runs")], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )[:-1]
     assert got == expected

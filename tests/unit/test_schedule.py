@@ -30,18 +30,33 @@ def lowered(path: Path, d: int = D) -> Program:
 
 def small(plan: LaunchPlan) -> LaunchPlan:
     """The plan with tiles that make many of them at test sizes."""
+
     def shrink(launches: Any) -> Any:
         return tuple(replace(x, kernel=replace(x.kernel, tile=Tile(12, 8))) for x in launches)
 
     return replace(plan, forward=shrink(plan.forward), backward=shrink(plan.backward))
 
 
-def call(program: Program, m: int, n: int, heads: tuple[int, int] = (4, 2), origins: tuple[int, int] = (0, 0), d: int = D) -> Call:
+def call(
+    program: Program,
+    m: int,
+    n: int,
+    heads: tuple[int, int] = (4, 2),
+    origins: tuple[int, int] = (0, 0),
+    d: int = D,
+) -> Call:
     g = np.random.default_rng()
     h, hk = heads
     tensors = {t.name: g.uniform(0.1, 1.0, (h,)) for t in program.tensors}
     scalars = {s.name: 11 for s in program.scalars}
-    return Call(g.standard_normal((2, h, m, d)), g.standard_normal((2, hk, n, d)), g.standard_normal((2, hk, n, d)), tensors, scalars, *origins)
+    return Call(
+        g.standard_normal((2, h, m, d)),
+        g.standard_normal((2, hk, n, d)),
+        g.standard_normal((2, hk, n, d)),
+        tensors,
+        scalars,
+        *origins,
+    )
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm80"])
@@ -59,7 +74,9 @@ def test_schedule_equals_formula(path: Path, target: str) -> None:
         do, dlse = np.random.standard_normal(want.o.shape), np.random.standard_normal(want.lse.shape)
         expected, found = backward(program, arguments, do, dlse), run_backward(plan, arguments, got, do, dlse)
         for name in ("dq", "dk", "dv"):
-            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -76,9 +93,13 @@ def test_formula_gradients_match_differences(path: Path) -> None:
     for name in ("q", "k", "v"):
         direction = np.random.standard_normal(getattr(arguments, name).shape)
         step = 1e-5
-        high, low = (replace(arguments, **{name: getattr(arguments, name) + s * direction}) for s in (step, -step))
+        high, low = (
+            replace(arguments, **{name: getattr(arguments, name) + s * direction}) for s in (step, -step)
+        )
         difference = (loss(high) - loss(low)) / (2 * step)
-        assert (getattr(gradients, f"d{name}") * direction).sum() == pytest.approx(difference, rel=1e-5, abs=1e-6)
+        assert (getattr(gradients, f"d{name}") * direction).sum() == pytest.approx(
+            difference, rel=1e-5, abs=1e-6
+        )
 
 
 def test_formula_equals_pytorch() -> None:
@@ -104,7 +125,9 @@ def test_roundings_are_where_the_schedule_says() -> None:
     with_rounding = run_forward(plan, arguments)
     kernel = plan.forward[-1].kernel
     body = tuple(op for op in kernel.body if type(op).__name__ != "Round")
-    without = replace(plan, forward=(*plan.forward[:-1], replace(plan.forward[-1], kernel=replace(kernel, body=body))))
+    without = replace(
+        plan, forward=(*plan.forward[:-1], replace(plan.forward[-1], kernel=replace(kernel, body=body)))
+    )
     difference = np.abs(with_rounding.o - run_forward(without, arguments).o).max()
     assert 0 < difference <= 2.0**-7 * np.abs(with_rounding.o).max()  # one step of bfloat16
 
@@ -115,44 +138,67 @@ def test_masked_rows_of_garbage_do_not_matter() -> None:
     arguments = call(program, 20, 30)
     v = arguments.v.copy()
     v[:, :, 25:] = 1e300
-    np.testing.assert_array_equal(run_forward(plan, replace(arguments, v=v)).o, run_forward(plan, arguments).o)
+    np.testing.assert_array_equal(
+        run_forward(plan, replace(arguments, v=v)).o, run_forward(plan, arguments).o
+    )
 
 
 def test_bfloat16_rounding() -> None:
     values = np.array([1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -np.inf, np.nan, 3.4e38, 1e-40])
     got = to_storage(values, "bfloat16")
-    assert got[0] == 1.0 and got[1] == 1.0 and got[2] == 1.0 + 2.0**-6 and got[3] == -np.inf and np.isnan(got[4]) and np.isinf(got[5])
+    assert (
+        got[0] == 1.0
+        and got[1] == 1.0
+        and got[2] == 1.0 + 2.0**-6
+        and got[3] == -np.inf
+        and np.isnan(got[4])
+        and np.isinf(got[5])
+    )
 
 
-# ---- passes --------------------------------------------------------------------------------------------------------
+# ---- passes ----------------------------------------------------------------------------------------------
 
 
 def attention(body: str, parameters: str = "") -> Program:
-    return check_text(f"attention a(q, k, v{'; ' + parameters if parameters else ''}) {{\n{body}\n}}\n").programs[0]
+    return check_text(
+        f"attention a(q, k, v{'; ' + parameters if parameters else ''}) {{\n{body}\n}}\n"
+    ).programs[0]
 
 
 def test_scale_goes_into_the_exponential() -> None:
-    program = passes.run(attention("return softmax(causal(scaled_dot_product(q, k))) @ v"), {"Dqk": 64, "Dv": 64})
+    program = passes.run(
+        attention("return softmax(causal(scaled_dot_product(q, k))) @ v"), {"Dqk": 64, "Dv": 64}
+    )
     assert program.scores == () and program.normalizer.factor == 0.125
     assert program.score_gradient is not None and program.score_gradient.constant == 0.125
 
 
 def test_negative_and_unknown_scales_do_not() -> None:
-    negative = passes.run(attention("return softmax(scaled_dot_product(q, k; scale = -0.5)) @ v"), {"Dqk": 64, "Dv": 64})
+    negative = passes.run(
+        attention("return softmax(scaled_dot_product(q, k; scale = -0.5)) @ v"), {"Dqk": 64, "Dv": 64}
+    )
     assert negative.normalizer.factor == 1.0 and len(negative.scores) == 1
-    runtime = passes.run(attention("return softmax(scaled_dot_product(q, k; scale = t)) @ v", "t: float"), {"Dqk": 64, "Dv": 64})
+    runtime = passes.run(
+        attention("return softmax(scaled_dot_product(q, k; scale = t)) @ v", "t: float"),
+        {"Dqk": 64, "Dv": 64},
+    )
     assert runtime.normalizer.factor == 1.0 and len(runtime.scores) == 1
 
 
 def test_softcap_keeps_its_cap_as_the_factor() -> None:
-    program = passes.run(attention("return softmax(softcap(scaled_dot_product(q, k); cap = 50.0)) @ v"), {"Dqk": 64, "Dv": 64})
+    program = passes.run(
+        attention("return softmax(softcap(scaled_dot_product(q, k); cap = 50.0)) @ v"), {"Dqk": 64, "Dv": 64}
+    )
     assert program.normalizer.factor == 50.0
     assert "tanh(0.0025 * s)" in print_program(program)
     assert program.score_gradient is not None and program.score_gradient.constant == pytest.approx(0.125)
 
 
 def test_a_rotation_that_is_not_linear_is_refused() -> None:
-    text = "rotate f(x0, x1, p, c) over half = (x0 * x1, x1)\nattention a(q, k, v) {\n q = f(q)\n return softmax(dot(q, k)) @ v\n}\n"
+    text = (
+        "rotate f(x0, x1, p, c) over half = (x0 * x1, x1)\n"
+        "attention a(q, k, v) {\n q = f(q)\n return softmax(dot(q, k)) @ v\n}\n"
+    )
     with pytest.raises(SourceError, match="E0307"):
         passes.run(check_text(text).programs[0], {"Dqk": 64, "Dv": 64})
 
@@ -167,10 +213,16 @@ def test_bad_constants(constants: dict[str, Any], code: str) -> None:
         passes.run(program, {"Dqk": 64, "Dv": 64, **constants})
 
 
-@pytest.mark.parametrize(("target", "storage", "d", "code"), [
-    ("cpu", "int8", 64, "E0405"), ("sm80", "float32", 64, "E0405"), ("sm80", "bfloat16", 72, "E0406"), ("sm80", "bfloat16", 512, "E0406"),
-    ("tpu", "bfloat16", 64, "E0408"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "storage", "d", "code"),
+    [
+        ("cpu", "int8", 64, "E0405"),
+        ("sm80", "float32", 64, "E0405"),
+        ("sm80", "bfloat16", 72, "E0406"),
+        ("sm80", "bfloat16", 512, "E0406"),
+        ("tpu", "bfloat16", 64, "E0408"),
+    ],
+)
 def test_what_a_target_cannot_run_is_refused(target: str, storage: str, d: int, code: str) -> None:
     program = passes.run(attention("return softmax(dot(q, k)) @ v"), {"Dqk": d, "Dv": d})
     with pytest.raises(UsageError, match=code):
@@ -178,10 +230,16 @@ def test_what_a_target_cannot_run_is_refused(target: str, storage: str, d: int, 
 
 
 def test_rotated_columns_must_exist_and_meet_once_on_a_gpu() -> None:
-    wide = passes.run(attention("q[:128], k[:128] = rope(q[:128], k[:128])\nreturn softmax(dot(q, k)) @ v"), {"Dqk": 64, "Dv": 64})
+    wide = passes.run(
+        attention("q[:128], k[:128] = rope(q[:128], k[:128])\nreturn softmax(dot(q, k)) @ v"),
+        {"Dqk": 64, "Dv": 64},
+    )
     with pytest.raises(UsageError, match="E0409"):
         schedule(wide, "cpu", "float32")
-    twice = passes.run(attention("q, k = rope(q, k)\nq, k = rope(q, k)\nreturn softmax(dot(q, k)) @ v"), {"Dqk": 64, "Dv": 64})
+    twice = passes.run(
+        attention("q, k = rope(q, k)\nq, k = rope(q, k)\nreturn softmax(dot(q, k)) @ v"),
+        {"Dqk": 64, "Dv": 64},
+    )
     with pytest.raises(UsageError, match="E0410"):
         schedule(twice, "sm80", "bfloat16")
     assert len(schedule(twice, "cpu", "float32").semantics.q_rotations) == 2

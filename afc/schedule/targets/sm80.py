@@ -11,7 +11,7 @@ ELEMENTS = {"bfloat16": "Bf16", "float16": "F16"}
 HEAD_MULTIPLE = 16
 HEAD_MAX = 256
 SHARED_BYTES = 99 * 1024  # of a block on compute capability 8.6, 8.9 and 12.0, the least in the family
-L2_BYTES = 32 * 2**20     # K and V of the heads worked on at a time should fit; A100 has 40 MB, H200 60 MB
+L2_BYTES = 32 * 2**20  # K and V of the heads worked on at a time should fit; A100 has 40 MB, H200 60 MB
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class BackwardTile:
         elif self.query_warps > 1:
             rows = 4 * self.keys * max(head_qk, head_v)
         q_and_do = self.queries * (self.q_stages * head_qk + self.do_stages * head_v)
-        inputs = 2 * (self.keys * (head_qk + head_v) + q_and_do + self.queries * self.keys) + 16 * self.queries
+        inputs = (
+            2 * (self.keys * (head_qk + head_v) + q_and_do + self.queries * self.keys) + 16 * self.queries
+        )
         return max(rows, inputs)
 
 
@@ -79,7 +81,7 @@ BACKWARD = (
 )
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
-BATCH_HEADS_PER_SHARE = 6     # (batch, head)s that share one computation of the coefficients
+BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
 
