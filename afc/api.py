@@ -92,7 +92,7 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
     unknown = [n for n, _ in options.constants if n not in known]
     if unknown:
         raise UsageError.of(
-            "E0602",
+            "E0621",
             f"no attention of {checked.path} has a run-time parameter `{unknown[0]}`",
             hint=f"parameters: {', '.join(sorted(known)) or 'none'}",
         )

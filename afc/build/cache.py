@@ -71,7 +71,8 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path | None:
         return None
 
 
-_private_roots: dict[int, Path] = {}  # by process: a forked child must not remove its parent's
+# By process, since a forked child must not remove its parent's, and by user, since another may not write to it.
+_private_roots: dict[tuple[int, int], Path] = {}
 
 
 def _remove_private_root(process: int, folder: Path) -> None:
@@ -81,11 +82,11 @@ def _remove_private_root(process: int, folder: Path) -> None:
 
 def _private_root() -> Path:
     """A folder of this process, removed when it ends."""
-    process = os.getpid()
-    if process not in _private_roots:
-        folder = _private_roots.setdefault(process, Path(tempfile.mkdtemp(prefix="afc-cache-")))
-        atexit.register(_remove_private_root, process, folder)
-    return _private_roots[process]
+    owner = (os.getpid(), os.geteuid())
+    if owner not in _private_roots:
+        folder = _private_roots.setdefault(owner, Path(tempfile.mkdtemp(prefix="afc-cache-")))
+        atexit.register(_remove_private_root, owner[0], folder)
+    return _private_roots[owner]
 
 
 @cache

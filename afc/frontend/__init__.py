@@ -66,10 +66,10 @@ def _check(text: str, path: str, root: Path | None) -> Checked:
 
 
 def check_file(path: str | Path) -> Checked:
-    """Check a file. Raises SourceError; UsageError (E0601) if it cannot be read."""
+    """Check a file. Raises SourceError; UsageError (E0620) if it cannot be read."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError.of("E0601", f"cannot read {path}: {error}") from None
+        raise UsageError.of("E0620", f"cannot read {path}: {error}") from None
     return check_text(text, str(path), path.parent)

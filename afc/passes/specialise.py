@@ -16,7 +16,7 @@ from afc.ir.program import Extent, Param, Program, Rotation, ScalarParam, Tensor
 def specialise(program: Program, constants: Mapping[str, int | float | bool]) -> Program:
     """Replace dimensions (Dqk, Dv) and run-time scalars by constants; a bound scalar leaves the signature.
 
-    Raises UsageError: E0602 for a name the attention does not have, E0603 for a value of the wrong type or
+    Raises UsageError: E0621 for a name the attention does not have, E0622 for a value of the wrong type or
     sign.
     """
     scalars = {p.name: p for p in program.scalars}
@@ -53,15 +53,15 @@ def _scalar(
     param = scalars.get(name)
     if param is None:
         raise UsageError.of(
-            "E0602",
+            "E0621",
             f"`{program.name}` has no run-time parameter `{name}` to fix",
             hint=did_you_mean(name, scalars) or f"its parameters: {', '.join(scalars) or 'none'}",
         )
     expected = {Type.INT: int, Type.FLOAT: (int, float), Type.BOOL: bool}[param.type]
     if not isinstance(value, expected) or (isinstance(value, bool) and param.type is not Type.BOOL):  # type: ignore[arg-type]
-        raise UsageError.of("E0603", f"`{name}` of `{program.name}` is {param.type.value}, not {value!r}")
+        raise UsageError.of("E0622", f"`{name}` of `{program.name}` is {param.type.value}, not {value!r}")
     if param.positive and value <= 0:
-        raise UsageError.of("E0603", f"`{name}` of `{program.name}` must be greater than 0, not {value!r}")
+        raise UsageError.of("E0622", f"`{name}` of `{program.name}` must be greater than 0, not {value!r}")
     return const(float(value)) if param.type is Type.FLOAT else const(value)
 
 

@@ -18,7 +18,11 @@ dQ sum                float32 `B * Hq * ceil(M / 16) * 16 * d_qk`, order of accu
 ====================
 ============================================================================================
 
-Every buffer must be 16-byte aligned. A kernel template prints into a translation unit that begins with the
+Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to 64 bytes
+(the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic size must always be
+set, not only above 48 KB, and a limit of L bytes per CTA leaves L - 64 for `shared_bytes`.
+
+A kernel template prints into a translation unit that begins with the
 prelude.
 """
 
@@ -158,7 +162,7 @@ class BackwardContext:
     otherwise
     4 * tile_n * max(d_qk, d_v) if query_warps > 1, otherwise 0: `shared_bytes` = max(sum, 2 * (tile_n *
     (d_qk + d_v)
-    + tile_m * (q_stages * d_qk + do_stages * d_v) + tile_m * tile_n) + 16 * tile_m) + 64.
+    + tile_m * (q_stages * d_qk + do_stages * d_v) + tile_m * tile_n) + 16 * tile_m).
     """
 
     name: str

@@ -205,7 +205,7 @@ def test_a_rotation_that_is_not_linear_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("constants", "code"),
-    [({"w": 2.5}, "E0603"), ({"w": 0}, "E0603"), ({"w": True}, "E0603"), ({"v": 3}, "E0602")],
+    [({"w": 2.5}, "E0622"), ({"w": 0}, "E0622"), ({"w": True}, "E0622"), ({"v": 3}, "E0621")],
 )
 def test_bad_constants(constants: dict[str, Any], code: str) -> None:
     program = attention("return softmax(sliding_window(dot(q, k); w)) @ v", "w: int")

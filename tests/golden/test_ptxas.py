@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate on machine code: every example, head size and architecture builds without spills, stack or warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from afc.api import module_spec
+from afc.build import Cache, CubinResult, Toolchain, compile_units, ptxas_faults
+from afc.errors import ToolchainError
+from afc.frontend import check_file
+from afc.options import Options
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SHARED_LIMIT = 99 * 1024
+MATRIX = (
+    ("llama", (64, 128), ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "compute_86:sm_90"), ("bfloat16",)),
+    ("llama", (32, 96, 192, 256), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("gemma2", (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"), ("float16",)),
+    ("alibi", (64, 128), ("sm_86", "sm_90"), ("float16",)),
+    ("mistral", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("gptj", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("full", (64, 128), ("sm_86", "sm_90"), ("float16",)),
+)
+
+
+@pytest.fixture(scope="module")
+def toolchain() -> Toolchain:
+    try:
+        return Toolchain.find(cuda=True)
+    except ToolchainError:
+        pytest.skip("no nvcc here")
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("name", "heads", "archs", "dtypes"), MATRIX, ids=lambda x: x if isinstance(x, str) else None)
+def test_no_spill_no_stack(toolchain: Toolchain, name: str, heads: tuple[int, ...], archs: tuple[str, ...],
+                           dtypes: tuple[str, ...]) -> None:
+    options = Options(("cuda",), tuple((d, d) for d in heads), dtypes, archs)
+    spec = module_spec(check_file(EXAMPLES / f"{name}.attn"), options)
+    cubins = [c for c in compile_units([u for group in spec.cuda.values() for u in group], toolchain, Cache()) if isinstance(c, CubinResult)]
+    faults = [f"{c.name} for {c.arch}: {fault}" for c in cubins for fault in ptxas_faults(c)]
+    assert len(cubins) == len(heads) * len(archs) * len(dtypes)
+    assert not faults, "\n".join(faults)
+
+
+def test_shared_memory_fits_the_smallest_gpu_of_the_family() -> None:
+    from afc.api import units
+
+    for name in ("llama", "causal", "gptj"):
+        for d in (16, 32, 64, 96, 128, 160, 192, 256):
+            for unit in units(check_file(EXAMPLES / f"{name}.attn"), Options(("cuda",), ((d, d),)) if d >= 32 or name != "gptj" else Options(("cuda",))):
+                for launch in unit.plan.launches:
+                    assert launch.kernel.binding.shared_bytes <= SHARED_LIMIT, (name, d, launch.kernel.name)
