@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from afc import __version__
-from afc.errors import AfcError, Diagnostic, SourceError, UsageError, render
+from afc.errors import AfcError, Diagnostic, SourceError, ToolchainError, UsageError, render
 from afc.errors import to_json as diagnostic_json
 
 STAGES = ("program", "plan", "tiled", "cpp", "cu", "launch")
@@ -148,7 +148,6 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
     if args.emit:
         return ("cpu",)
     from afc.build import find_nvcc
-    from afc.errors import ToolchainError
 
     try:
         find_nvcc()
@@ -222,7 +221,6 @@ def _check(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from afc.build import Cache, find_cxx, find_nvcc
-    from afc.errors import ToolchainError
 
     found: dict[str, Any] = {"afc": __version__, "python": sys.version.split()[0]}
     for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
@@ -264,6 +262,11 @@ def _report(error: AfcError, args: argparse.Namespace) -> None:
         if name is not None and name not in texts and Path(name).is_file():
             texts[name] = Path(name).read_text(encoding="utf-8", errors="replace")
         print(render(diagnostic, texts.get(name) if name else None), file=sys.stderr)
+    if isinstance(error, ToolchainError):
+        for place in error.searched:
+            print(f"searched: {place}", file=sys.stderr)
+        if error.log_tail:
+            print(error.log_tail, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def test_different_programs_have_different_text() -> None:
 def test_text_does_not_depend_on_the_hash_seed(seed: str) -> None:
     code = "from tests.golden.test_golden import *\nprint(''.join(text(n, s) for n in ('alibi', 'llama') for s in STAGES), end='')"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
     assert run.stdout == "".join(text(n, s) for n in ("alibi", "llama") for s in STAGES)
 
 

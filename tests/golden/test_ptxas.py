@@ -35,12 +35,19 @@ def toolchain() -> Toolchain:
 
 
 @pytest.mark.nvcc
-@pytest.mark.parametrize(("name", "heads", "archs", "dtypes"), MATRIX, ids=lambda x: x if isinstance(x, str) else None)
-def test_no_spill_no_stack(toolchain: Toolchain, name: str, heads: tuple[int, ...], archs: tuple[str, ...],
-                           dtypes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "archs", "dtypes"), MATRIX, ids=lambda x: x if isinstance(x, str) else None
+)
+def test_no_spill_no_stack(
+    toolchain: Toolchain, name: str, heads: tuple[int, ...], archs: tuple[str, ...], dtypes: tuple[str, ...]
+) -> None:
     options = Options(("cuda",), tuple((d, d) for d in heads), dtypes, archs)
     spec = module_spec(check_file(EXAMPLES / f"{name}.attn"), options)
-    cubins = [c for c in compile_units([u for group in spec.cuda.values() for u in group], toolchain, Cache()) if isinstance(c, CubinResult)]
+    cubins = [
+        c
+        for c in compile_units([u for group in spec.cuda.values() for u in group], toolchain, Cache())
+        if isinstance(c, CubinResult)
+    ]
     faults = [f"{c.name} for {c.arch}: {fault}" for c in cubins for fault in ptxas_faults(c)]
     assert len(cubins) == len(heads) * len(archs) * len(dtypes)
     assert not faults, "\n".join(faults)
@@ -51,6 +58,9 @@ def test_shared_memory_fits_the_smallest_gpu_of_the_family() -> None:
 
     for name in ("llama", "causal", "gptj"):
         for d in (16, 32, 64, 96, 128, 160, 192, 256):
-            for unit in units(check_file(EXAMPLES / f"{name}.attn"), Options(("cuda",), ((d, d),)) if d >= 32 or name != "gptj" else Options(("cuda",))):
+            for unit in units(
+                check_file(EXAMPLES / f"{name}.attn"),
+                Options(("cuda",), ((d, d),)) if d >= 32 or name != "gptj" else Options(("cuda",)),
+            ):
                 for launch in unit.plan.launches:
                     assert launch.kernel.binding.shared_bytes <= SHARED_LIMIT, (name, d, launch.kernel.name)
