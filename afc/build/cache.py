@@ -71,7 +71,8 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path | None:
         return None
 
 
-# By process, since a forked child must not remove its parent's, and by user, since another may not write to it.
+# By process, since a forked child must not remove its parent's, and by user, since another may not write to
+# it.
 _private_roots: dict[tuple[int, int], Path] = {}
 
 

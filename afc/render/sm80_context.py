@@ -18,8 +18,10 @@ dQ sum                float32 `B * Hq * ceil(M / 16) * 16 * d_qk`, order of accu
 ====================
 ============================================================================================
 
-Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to 64 bytes
-(the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic size must always be
+Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up
+to 64 bytes
+(the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic size must
+always be
 set, not only above 48 KB, and a limit of L bytes per CTA leaves L - 64 for `shared_bytes`.
 
 A kernel template prints into a translation unit that begins with the

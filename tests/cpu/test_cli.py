@@ -137,7 +137,8 @@ def test_a_missing_compiler_exits_with_3_and_leaves_nothing(tmp_path: Path) -> N
 def test_a_compiler_that_fails_exits_with_3_and_leaves_nothing(tmp_path: Path) -> None:
     broken = tmp_path / "broken-g++"
     broken.write_text(
-        '#!/bin/sh\ncase "$*" in *--version*) echo "g++ 12.2.0";; *-dumpversion*|*-dumpfullversion*) echo 12.2.0;; '
+        '#!/bin/sh\ncase "$*" in *--version*) echo "g++ 12.2.0";; '
+        "*-dumpversion*|*-dumpfullversion*) echo 12.2.0;; "
         '*) echo "ice: out of luck" >&2; exit 1;; esac\n'
     )
     broken.chmod(0o755)
@@ -166,7 +167,8 @@ def test_emit_prints_to_stdout() -> None:
 def test_light_commands_do_not_import_torch() -> None:
     code = (
         "import sys, afc.cli\nassert afc.cli.main(['check', 'examples/llama.attn']) == 0\n"
-        "assert afc.cli.main(['compile', 'examples/llama.attn', '--emit', 'cpp']) == 0\nassert 'torch' not in sys.modules"
+        "assert afc.cli.main(['compile', 'examples/llama.attn', '--emit', 'cpp']) == 0\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden files: the emitted text of the examples, reviewed like code. `pytest --update-golden` rewrites them."""
+"""Golden files: the emitted text of the examples, reviewed like code.
+
+`pytest --update-golden` rewrites them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def test_different_programs_have_different_text() -> None:
 
 @pytest.mark.parametrize("seed", ["0", "1", "12345"])
 def test_text_does_not_depend_on_the_hash_seed(seed: str) -> None:
-    code = "from tests.golden.test_golden import *\nprint(''.join(text(n, s) for n in ('alibi', 'llama') for s in STAGES), end='')"
+    code = (
+        "from tests.golden.test_golden import *\n"
+        "print(''.join(text(n, s) for n in ('alibi', 'llama') for s in STAGES), end='')"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment

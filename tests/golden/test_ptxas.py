@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate on machine code: every example, head size and architecture builds without spills, stack or warnings."""
+"""The gate on machine code: every example, head size and architecture builds without spills, stack or
+warnings.
+"""
 
 from __future__ import annotations
 

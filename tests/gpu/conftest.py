@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a GPU. AFC_TEST_ARCH chooses the machine code, e.g. compute_86:sm_90 for the sm_86 features on an sm_90 device."""
+"""Tests on a GPU. AFC_TEST_ARCH chooses the machine code, e.g.
+
+compute_86:sm_90 for the sm_86 features on an sm_90 device.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_an_architecture_that_is_not_in_the_module() -> None:
     if torch.cuda.get_device_capability()[0] == 12:
         pytest.skip("this device runs it")
     q, k, v = sample()
-    with pytest.raises(RuntimeError, match="sm_120.*--arch"):
+    with pytest.raises(RuntimeError, match=r"sm_120.*--arch"):
         kernel.causal_lm(q, k, v)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels against dense float64 PyTorch: every variant, dtype, head size, layout and awkward length."""
+"""The GPU kernels against dense float64 PyTorch: every variant, dtype, head size, layout and awkward
+length.
+"""
 
 from __future__ import annotations
 
