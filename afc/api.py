@@ -133,19 +133,20 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
                 entry, description=json.dumps({**json.loads(entry.description), "archs": list(options.archs)})
             )
         entries.append(entry)
-    return ModuleSpec(tuple(entries), _metadata(checked, made), tuple(cpp), cuda)
+    return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
 
 
 def _gpu_headers() -> tuple[Path, ...]:
     return tuple(paths.runtime() / name for name in ("abi", "ptx", "tile"))
 
 
-def _metadata(checked: Checked, made: tuple[Unit, ...]) -> str:
+def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) -> str:
     source = Path(checked.path).name
     attentions: dict[str, Any] = {}
     for unit in made:
         program = unit.program
-        text = hashlib.sha256()
+        # Two modules share torch operators only if they hold the same code for the same devices.
+        text = hashlib.sha256(",".join(archs).encode())
         for other in made:
             if other.program.name == program.name:
                 text.update((other.host_text + (other.device_text or "")).encode())

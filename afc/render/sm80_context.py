@@ -1,31 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Jinja contexts of `templates/sm80`, one frozen dataclass per template: what a template prints, already
-decided.
+"""The Jinja contexts of `templates/sm80`: one frozen dataclass per template, what it prints already decided.
 
-Lengths are in elements unless a name ends in `_bytes`. `softmax_scale`, `scale_log2` and `gradient_scale`
-are C
-literals of type float. Buffers are indices into `afc_args.buffer`; their sizes (B, Hq, Hk, M, N as in
-`afc_args`):
+Lengths are in elements unless a name ends in `_bytes`. `softmax_scale`, `scale_log2` and `gradient_scale` are
+C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk, M, N as in `afc_args`:
 
-====================
-============================================================================================
-coefficient table     float32 `[rows][table_stride]`, rows = M for q and N for k, `pairs * coefficients` used
-per row
-rotated q, k          storage type, contiguous `[B, Hq, M, d_qk]` and `[B, Hk, N, d_qk]`
-row terms             float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and
-delta
-dQ sum                float32 `B * Hq * ceil(M / 16) * 16 * d_qk`, order of accumulator fragments
-====================
-============================================================================================
+- coefficient table: float32 `[rows][table_stride]`, rows = M for q and N for k;
+- rotated q and k: storage type, contiguous `[B, Hq, M, d_qk]` and `[B, Hk, N, d_qk]`;
+- row terms: float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta;
+- dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
 
-Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up
-to 64 bytes
-(the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic size must
-always be
-set, not only above 48 KB, and a limit of L bytes per CTA leaves L - 64 for `shared_bytes`.
+Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to
+64 bytes (the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic
+size must always be set, not only above 48 KB; a limit of L bytes per CTA leaves L - 64 for `shared_bytes`.
 
-A kernel template prints into a translation unit that begins with the
-prelude.
+A kernel template prints into a translation unit that begins with the prelude.
 """
 
 from __future__ import annotations
@@ -37,12 +25,10 @@ from dataclasses import dataclass
 class RotationContext:
     """One rotation of q or k: its columns, its matrix, its table.
 
-    `last` is the last rotated column. `table_stride` and `table_offset` are floats and, if `coefficients` is
-    2, even.
-    `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the
-    rotated columns
-    are multiples of 8 and, for half-split pairs, `pairs` is a multiple of `16 * column_warps` (of 8 for one
-    warp).
+    `last` is the last rotated column. `table_stride` and `table_offset` are floats; if `coefficients` is 2,
+    even. `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the
+    number of rotated columns are multiples of 8 and, for half-split pairs, `pairs` is a multiple of 8 and,
+    with column_warps > 1, of `16 * column_warps`.
     """
 
     struct: str  # name of the emitted type, such as QRotation0
@@ -64,9 +50,7 @@ class RotationContext:
 
 @dataclass(frozen=True)
 class PreludeContext:
-    """`prelude.cu.j2`: includes, storage type, the author's functions and the rotations, for all kernels of
-    a unit.
-    """
+    """`prelude.cu.j2`: includes, storage type, the author's functions and the rotations of a whole unit."""
 
     element: str  # Bf16 or F16
     blocks: str  # Item, load_item, score, score_gradient, keep, key_run, query_run, rotate_*_coefficients_*
@@ -77,9 +61,8 @@ class PreludeContext:
 class ForwardContext:
     """`forward.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`; no launch if that is 0.
 
-    `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v). `tile_m` is a
-    multiple
-    of `16 * warps`, `tile_n` of 16.
+    `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v).
+    `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
     """
 
     name: str
@@ -120,12 +103,10 @@ class RotateOperand:
 
 @dataclass(frozen=True)
 class RotateContext:
-    """`rotate.cu.j2`. Grid: x = the sum over operands of `ceil(rows / tile_rows)`, y = shares of the (batch,
-    head)s.
+    """`rotate.cu.j2`. Grid: x = the sum over operands of `ceil(rows / tile_rows)`, y = shares of heads.
 
-    y between 1 and the largest B * heads of an operand whose rows are written (1 if there is none); about 4
-    to 8
-    (batch, head)s to a share keep the cost of the coefficients small. No shared memory.
+    y is between 1 and the largest B * heads of an operand whose rows are written (1 if there is none). About
+    4 to 8 (batch, head)s to a share keep the cost of the coefficients small. No dynamic shared memory.
     """
 
     name: str
@@ -136,11 +117,10 @@ class RotateContext:
 
 @dataclass(frozen=True)
 class PreprocessContext:
-    """`preprocess.cu.j2`. Grid: `ceil(M / tile_rows) * Hq * B` in x; threads: `8 * tile_rows`; no shared
-    memory.
+    """`preprocess.cu.j2`. Grid: `ceil(M / tile_rows) * Hq * B` in x; threads: `8 * tile_rows`.
 
-    Reads o, lse, dlse (data may be null: zero) and d_o with any strides, also of its columns. `tile_rows`:
-    16 or 32.
+    Reads o, lse, dlse (data may be null: zero) and d_o with any strides, also of its columns. `tile_rows` is
+    16 or 32. No shared memory.
     """
 
     name: str
@@ -153,18 +133,15 @@ class PreprocessContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """`backward.cu.j2`. Grid: `ceil(N / tile_n) * Hk * B` in x; threads: `32 * key_warps * query_warps *
-    column_warps`.
+    """`backward.cu.j2`. Grid: `ceil(N / tile_n) * Hk * B` in x; threads: 32 * the product of the three warps.
 
     d_o must have a unit column stride and 16-byte aligned rows. `tile_n` is a multiple of `16 * key_warps`,
-    `tile_m`
-    of `16 * query_warps` and of `16 * dq_row_warps`, both head sizes of `16 * column_warps`.
-    `needs_float_rows`: some
-    rotation of k is not `in_registers`. With sum = 4 * tile_n * max(d_qk + 4, d_v) if `needs_float_rows`,
-    otherwise
-    4 * tile_n * max(d_qk, d_v) if query_warps > 1, otherwise 0: `shared_bytes` = max(sum, 2 * (tile_n *
-    (d_qk + d_v)
-    + tile_m * (q_stages * d_qk + do_stages * d_v) + tile_m * tile_n) + 16 * tile_m).
+    `tile_m` of `16 * query_warps` and of `16 * dq_row_warps`, both head sizes of `16 * column_warps`; all
+    warp and block counts are powers of two. `needs_float_rows`: some rotation of k is not `in_registers`.
+    With sum = 4 * tile_n * max(d_qk + 4, d_v) if `needs_float_rows`, else 4 * tile_n * max(d_qk, d_v) if
+    query_warps > 1, else 0:
+    `shared_bytes` = max(sum, 2 * (tile_n * (d_qk + d_v) + tile_m * (q_stages * d_qk + do_stages * d_v)
+    + tile_m * tile_n) + 16 * tile_m).
     """
 
     name: str

@@ -18,7 +18,9 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return pair;
 }
 
-__device__ __forceinline__ float unpack_bf16(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+__device__ __forceinline__ float unpack_bf16(uint16_t bits) {
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
 
 __device__ __forceinline__ float unpack_f16(uint16_t bits) {
   float value;

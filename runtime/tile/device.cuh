@@ -21,7 +21,7 @@ struct Constant {
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr int WARP = 32;
 
-// The thread's index, made to depend on the step of a loop (which is never negative) in a way that the compiler does not
+// The thread's index, made to depend on the step of a loop (never negative) in a way that the compiler does not
 // see through. What is derived from it is computed in the loop, instead of being kept in registers, and spilled.
 AFC_FN uint32_t thread_in_step(int step) {
   uint32_t zero;

@@ -115,20 +115,26 @@ AFC_FN void rotate_tile(unsigned char *tile, const float *table, int rows) {
 }
 
 // Computes the coefficients of rows [first_row, first_row + rows) into `coefficients` [rows][PAIRS * COEFFICIENTS], one
-// pair at a time (they are long double-precision code), and to the table where `write_table`.
+// pair at a time: they are long double-precision code with calls in it, across which little should be kept. Copies them
+// to the table where `write_table`, which is the same for all threads. They are visible to all threads afterwards.
 template <class R, int THREADS>
 AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int origin, int first_row, int rows,
                                  bool write_table) {
+  constexpr uint32_t ROW_FLOATS = R::PAIRS * R::COEFFICIENTS;
+  const int pairs = rows * R::PAIRS;
 #pragma unroll 1
-  for (int index = threadIdx.x; index < rows * R::PAIRS; index += THREADS) {
-    const int row = index / R::PAIRS, pair = index % R::PAIRS;
+  for (int index = threadIdx.x; index < pairs; index += THREADS) {
+    const uint32_t row = static_cast<uint32_t>(index) / R::PAIRS, pair = static_cast<uint32_t>(index) % R::PAIRS;
     float c[R::COEFFICIENTS];
-    R::coefficients(first_row + row + origin, pair, c);
+    R::coefficients(origin + first_row + static_cast<int>(row), static_cast<int>(pair), c);
 #pragma unroll
-    for (int i = 0; i < R::COEFFICIENTS; ++i) {
-      coefficients[index * R::COEFFICIENTS + i] = c[i];
-      if (write_table) R::table(args, first_row + row)[pair * R::COEFFICIENTS + i] = c[i];
-    }
+    for (int i = 0; i < R::COEFFICIENTS; ++i) coefficients[index * R::COEFFICIENTS + i] = c[i];
+  }
+  __syncthreads();
+  if (!write_table) return;
+  for (int index = threadIdx.x; index < pairs * R::COEFFICIENTS; index += THREADS) {
+    const uint32_t row = static_cast<uint32_t>(index) / ROW_FLOATS;
+    R::table(args, first_row + static_cast<int>(row))[static_cast<uint32_t>(index) % ROW_FLOATS] = coefficients[index];
   }
 }
 
@@ -183,7 +189,8 @@ AFC_FN void rotate_rows_back(float *rows_data, int pitch, const float *table, in
 }
 
 // Rotates an accumulator back in registers: possible because both members of a pair are in one lane when halves are
-// whole octets apart, or neighbours. `table` belongs to row 0. Column block c of the accumulator is column block first_block + c * STEP of the row.
+// whole octets apart, or neighbours. `table` belongs to row 0. Column block c of the accumulator is column block
+// first_block + c * STEP of the row.
 template <class R, int STEP, int ROW_BLOCKS, int OCTETS>
 AFC_FN void rotate_accumulator_back(float (&acc)[ROW_BLOCKS][OCTETS][4], int first_block, const float *table,
                                     int first_row, int rows) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A row-major tile of 16-bit elements in shared memory, in chunks of 16 bytes. The chunk index is XORed with bits of the
-// row so that the eight rows of one ldmatrix block, at one chunk column, fall into eight different groups of four banks:
+// A row-major tile of 16-bit elements in shared memory, in chunks of 16 bytes. The chunk index is XORed with bits of
+// the row so that the eight rows of one ldmatrix block, at one chunk column, fall into eight different groups of banks:
 //
 //   COLUMNS = 64 (8 chunks, one row = all 32 banks)    chunk' = chunk ^ (row % 8)
 //   COLUMNS = 32 (4 chunks, two rows = all 32 banks)   chunk' = chunk ^ (row / 2 % 4)

@@ -285,6 +285,26 @@ def test_one_module_with_several_configurations(tmp_path: Path) -> None:
             assert kernel.causal_lm(q, q, q).shape == (1, 1, 5, d)
 
 
+def test_operators_are_shared_only_by_equal_code_for_equal_devices() -> None:
+    import json
+
+    from afc.api import module_spec
+    from afc.frontend import check_file
+    from afc.options import Options
+
+    checked = check_file(EXAMPLES / "causal.attn")
+    options = [
+        Options(("cuda",), ((64, 64),), (), archs) for archs in (("sm_80",), ("sm_80", "sm_90"), ("sm_90",))
+    ]
+    options += [
+        Options(("cpu",), ((64, 64),)),
+        Options(("cpu",), ((32, 32),)),
+        Options(("cpu",), ((64, 64),), backward=False),
+    ]
+    keys = [json.loads(module_spec(checked, o).metadata)["attentions"]["causal_lm"]["key"] for o in options]
+    assert len(set(keys)) == len(keys)
+
+
 def test_loading_twice_gives_one_module() -> None:
     assert module("llama") is module("llama")
     assert module("llama") is not module("llama", backward=False)

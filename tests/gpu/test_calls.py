@@ -138,7 +138,10 @@ def test_a_small_model_trains_like_sdpa() -> None:
     """examples/tiny_lm.py exits with 0 if its curves agree to rounding."""
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / "tiny_lm.py"), "--steps", "60"],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH")))),
+        },
         capture_output=True,
         text=True,
     )
