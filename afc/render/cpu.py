@@ -10,7 +10,7 @@ from afc.ir.program import Program, Rotation
 from afc.ir.tiled import LaunchPlan
 from afc.render.blocks import CPU, RotationText, render_blocks
 from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation
-from afc.render.text import LOG2_E, provenance, real_literal, render, size_text
+from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -66,6 +66,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         rotated=tuple(r for r in rotated if r is not None),
         buffers=buffers,
         captured=len(program.tensors),
+        scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
     )
 

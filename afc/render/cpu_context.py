@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from afc.render.launch_context import ScalarCheck
+
 
 @dataclass(frozen=True)
 class CpuRotation:
@@ -104,6 +106,7 @@ class CpuContext:
       rotated     rotated operands, q before k; may be empty
       buffers     parts of the workspace
       captured    number of captured tensors
+      scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward
     """
 
@@ -127,4 +130,5 @@ class CpuContext:
     rotated: tuple[CpuRotated, ...]
     buffers: tuple[CpuBuffer, ...]
     captured: int
+    scalar_checks: tuple[ScalarCheck, ...]
     backward: bool

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from afc.expr.nodes import Const, Type
+from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
 from afc.ir.tiled import LaunchPlan
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
-from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow, ScalarCheck
+from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
 from afc.render.sm80_context import (
     BackwardContext,
     ForwardContext,
@@ -21,7 +21,7 @@ from afc.render.sm80_context import (
     RotateOperand,
     RotationContext,
 )
-from afc.render.text import LOG2_E, provenance, real_literal, render, size_text
+from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.plan import float_rows, in_registers, table_width
 from afc.schedule.targets import sm80
 
@@ -283,24 +283,6 @@ class _Unit:
             "postprocess": sm80.POSTPROCESS_ROWS,
         }[template]
         return f"ceil_div(args.M, {rows}) * args.Hq * args.B", "1"
-
-
-def scalar_checks(program: Program) -> tuple[ScalarCheck, ...]:
-    """Conditions that a call's scalars must meet: 32-bit range of ints, declared sign."""
-    checks = []
-    for slot, scalar in enumerate(program.scalars):
-        if scalar.type is Type.INT:
-            low = 0 if scalar.positive else -(2**30)
-            checks.append(
-                ScalarCheck(
-                    scalar.name,
-                    f"args.scalar[{slot}].i > {low} && args.scalar[{slot}].i < {2**30}",
-                    f"an int above {low} and below {2**30}",
-                )
-            )
-        elif scalar.positive:
-            checks.append(ScalarCheck(scalar.name, f"args.scalar[{slot}].f > 0", "a number above 0"))
-    return tuple(checks)
 
 
 def _print(template: str, context: Any) -> str:

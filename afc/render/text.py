@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 
 from afc import paths
-from afc.expr.nodes import Expr, Op, rewrite
+from afc.expr.nodes import Expr, Op, Type, rewrite
 from afc.expr.printer import Cpp, attn, number
 from afc.ir.program import Program, TensorParam
 from afc.ir.tiled import LaunchPlan
+from afc.render.launch_context import ScalarCheck
 
 LOG2_E = math.log2(math.e)
 
@@ -95,3 +96,21 @@ def _param(param: object) -> str:
 def real_literal(value: float, real: str) -> str:
     """A literal of the compute type."""
     return f"{value!r}f" if real == "float" else repr(value)
+
+
+def scalar_checks(program: Program) -> tuple[ScalarCheck, ...]:
+    """Conditions that a call's scalars must meet: 32-bit range of ints, declared sign."""
+    checks = []
+    for slot, scalar in enumerate(program.scalars):
+        if scalar.type is Type.INT:
+            low = 0 if scalar.positive else -(2**30)
+            checks.append(
+                ScalarCheck(
+                    scalar.name,
+                    f"args.scalar[{slot}].i > {low} && args.scalar[{slot}].i < {2**30}",
+                    f"an int above {low} and below {2**30}",
+                )
+            )
+        elif scalar.positive:
+            checks.append(ScalarCheck(scalar.name, f"args.scalar[{slot}].f > 0", "a number above 0"))
+    return tuple(checks)

@@ -16,8 +16,8 @@ struct Failure {
 
 thread_local Failure failure;
 
-constexpr int64_t kLargestPosition = INT32_MAX;
-constexpr int64_t kSmallestPosition = INT32_MIN;
+constexpr int64_t kLargestPosition = (int64_t(1) << 30) - 1;  // so that a difference of two fits 32 bits
+constexpr int64_t kSmallestPosition = -kLargestPosition;
 
 struct NamedSize {
   const char *name;
@@ -44,7 +44,7 @@ int check_sizes(const afc_args &args) {
 // Rows origin .. origin + rows are positions; one past the last is included so that loop bounds fit as well.
 int check_origin(const char *name, int64_t origin, int64_t rows) {
   if (origin < kSmallestPosition || origin > kLargestPosition - rows) {
-    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected positions within int32, got origin %lld with %lld rows",
+    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected positions below 2^30 in size, got origin %lld with %lld rows",
                     name, static_cast<long long>(origin), static_cast<long long>(rows));
   }
   return AFC_OK;

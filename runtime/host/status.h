@@ -19,7 +19,7 @@ int afc_last_status(void);
 void afc_clear_error(void);
 
 // Calls `function` after the checks that hold for every entry: version and size of the structure, known
-// flags, sizes, positions within int32 (generated code computes them so), reserved fields zero. C++
+// flags, sizes, positions below 2^30 in size (generated code subtracts them in 32 bits), reserved fields zero. C++
 // exceptions become a status.
 int afc_call(int (*function)(const afc_args *args), const afc_args *args);
 

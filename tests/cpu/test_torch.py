@@ -341,3 +341,24 @@ def test_errors_survive_pickling() -> None:
         check_text("attention a(q, k, v) = softmax(scaled_dot_product(q, kk)) @ v")
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.diagnostics == caught.value.diagnostics
+
+
+def test_raw_calls_check_their_scalars() -> None:
+    """What the Python layer refuses, the module itself refuses too: C callers go past Python."""
+    kernel = module("mistral")
+    sizes, tensors = (1, 1, 1, 1, 1), []
+    for shape in ((1, 1, 1, 64),) * 4:
+        tensors.append(torch.zeros(shape))
+    views = tuple((x.data_ptr(), *x.stride()) for x in tensors)
+    lse = torch.zeros(1, 1, 1)
+    views = (*views, (lse.data_ptr(), 1, 1, 1, 1), None, None, None, None, None)
+    size = kernel._afc_workspace(0, False, -1, sizes, 0, 0, 1)
+    memory = torch.empty(size + 256, dtype=torch.uint8)
+    pointer = (memory.data_ptr() + 255) // 256 * 256
+    for w, wrong in ((5, False), (0, True), (2**40, True)):
+        arguments = (0, False, 0, -1, sizes, views, (), (), (w,), 0, 0, pointer, size, 0, 1)
+        if wrong:
+            with pytest.raises(ValueError, match="w: expected an int above 0"):
+                kernel._afc_run(*arguments)
+        else:
+            kernel._afc_run(*arguments)
