@@ -4,7 +4,7 @@
 // blocks    scaled_dot_product(scale = Dqk ** -0.5), alibi(slope = slope) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   slope[H] float
-// schedule  forward 128 x 64, 8 warps; backward 64 x 64, 8 warps (queries x keys)
+// schedule  forward 64 x 64, 4 warps; backward 32 x 64, 4 warps (queries x keys)
 // rebuild   afc compile alibi.attn --emit cu
 // edit      templates/sm80, grammar/prelude
 // ============================================================================
@@ -68,13 +68,13 @@ AFC_FN Run query_run(const afc_args &args, int n_first, int n_last) {
 // ---------------------------------------------------------------------------------------------------------------------
 // alibi_lm_forward: O = softmax(score(Q K^T)) V and its log-sum-exp
 //
-// A CTA computes 128 query rows of one (batch, head) with 8 warps; scores, weights and outputs of a warp's
+// A CTA computes 64 query rows of one (batch, head) with 4 warps; scores, weights and outputs of a warp's
 // rows stay in its registers. K and V pass through two stages of shared memory, 64 keys at a time.
 // ---------------------------------------------------------------------------------------------------------------------
 namespace alibi_lm_forward_parts {
 
 constexpr int D_QK = 128, D_V = 128;
-constexpr int TILE_M = 128, TILE_N = 64, WARPS = 8, THREADS = WARPS * 32;
+constexpr int TILE_M = 64, TILE_N = 64, WARPS = 4, THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = TILE_M / WARPS / 16;        // 16-row blocks of a warp
 constexpr int KEY_OCTETS = TILE_N / 8, V_OCTETS = D_V / 8;
 constexpr int SECTION = 8;                          // heads worked on at a time
@@ -90,12 +90,12 @@ using TileO = tile::SharedTile<TILE_M, D_V>;
 constexpr int STAGE_BYTES = TileK::BYTES + TileV::BYTES;
 constexpr int INPUT_BYTES = TileQ::BYTES + 2 * STAGE_BYTES;
 constexpr int SHARED_BYTES = INPUT_BYTES > TileO::BYTES ? INPUT_BYTES : TileO::BYTES;
-static_assert(SHARED_BYTES == 98304, "the launch plan and the kernel disagree on shared memory");
+static_assert(SHARED_BYTES == 81920, "the launch plan and the kernel disagree on shared memory");
 static_assert(TILE_M == ROW_BLOCKS * WARPS * 16, "warps must divide the query tile into 16-row blocks");
 
 // What a warp keeps from key tile to key tile.
 struct Rows {
-  tile::Blocks<TileQ> q;
+  uint32_t q[D_QK / 16][ROW_BLOCKS][4];
   float o[ROW_BLOCKS][V_OCTETS][4];
   tile::SoftmaxRows<ROW_BLOCKS> softmax;
 };
@@ -127,7 +127,7 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
                      const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
-  tile::multiply_rows<Element>(s, rows.q, q_tile, k_blocks, stage);
+  tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
   finish_scores<FULL>(s, first_row, first_key, item, args);
   tile::softmax_step<false>(s, rows.softmax, rows.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
@@ -137,7 +137,7 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
 
 }  // namespace alibi_lm_forward_parts
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+extern "C" __global__ void __launch_bounds__(128, 2)
     alibi_lm_forward(const __grid_constant__ afc_args args) {
   using namespace alibi_lm_forward_parts;
   const int rows_total = static_cast<int>(args.M), keys = static_cast<int>(args.N);
@@ -182,7 +182,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const auto q_blocks = tile::column_major_blocks<TileQ>(warp_row);
   const auto k_blocks = tile::row_major_blocks<TileK>(0);
   const auto v_blocks = tile::column_major_blocks<TileV>(0);
-  rows.q = q_blocks;
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  tile::load_operand(rows.q, q_blocks, q_tile);
 
   auto next_tile_ready = [&](int step) {
     ptx::cp_async_wait<0>();
@@ -322,26 +324,26 @@ extern "C" __global__ void __launch_bounds__(256) alibi_lm_preprocess(const __gr
 // ---------------------------------------------------------------------------------------------------------------------
 // alibi_lm_backward: dK, dV, and what each key tile adds to dQ
 //
-// A CTA holds 64 keys of one (batch, KV head) and walks over the queries of the head group, 64 rows at a time.
+// A CTA holds 64 keys of one (batch, KV head) and walks over the queries of the head group, 32 rows at a time.
 // Keys are the rows of every product but the last, so P^T and dS^T go from registers into dV and dK:
 //
 //   S^T = K Q^T     P = exp2(score(S) - lse)     dV  += P^T dO
 //   dP^T = V dO^T   dS = P (dP - delta)          dK  += dS^T Q       dQ += dS K  (dS through shared memory)
 //
-// Warps: 4 along the keys x 2 along the queries x 1 along the columns of dK and dV.
+// Warps: 4 along the keys x 1 along the queries x 1 along the columns of dK and dV.
 // ---------------------------------------------------------------------------------------------------------------------
 namespace alibi_lm_backward_parts {
 
-constexpr int D_QK = 128, D_V = 128, TILE_M = 64, TILE_N = 64;
-constexpr int KEY_WARPS = 4, QUERY_WARPS = 2, COLUMN_WARPS = 1;
+constexpr int D_QK = 128, D_V = 128, TILE_M = 32, TILE_N = 64;
+constexpr int KEY_WARPS = 4, QUERY_WARPS = 1, COLUMN_WARPS = 1;
 constexpr int WARPS = KEY_WARPS * QUERY_WARPS * COLUMN_WARPS, THREADS = WARPS * 32;
 constexpr int KEY_BLOCKS = TILE_N / KEY_WARPS / 16;      // 16-key blocks of a warp
 constexpr int QUERY_BLOCKS = TILE_M / QUERY_WARPS / 16;  // 16-query blocks of a warp
 constexpr int DK_OCTETS = D_QK / COLUMN_WARPS / 8, DV_OCTETS = D_V / COLUMN_WARPS / 8;
-constexpr int DQ_ROW_WARPS = 4, DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;  // how dQ is shared out
+constexpr int DQ_ROW_WARPS = 2, DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;  // how dQ is shared out
 constexpr int DQ_ROW_BLOCKS = TILE_M / DQ_ROW_WARPS / 16;
 constexpr int DQ_OCTETS = (D_QK / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;
-constexpr int Q_STAGES = 2, DO_STAGES = 1;
+constexpr int Q_STAGES = 2, DO_STAGES = 2;
 constexpr int SECTION = 8;  // KV heads worked on at a time
 constexpr float SCALE_LOG2 = 1.4426950408889634f;
 constexpr float GRADIENT_SCALE = 0.08838834764831845f;
@@ -362,7 +364,7 @@ constexpr int TERMS_BYTES = TILE_M * 8;
 constexpr int INPUT_BYTES = TERMS_OFFSET + 2 * TERMS_BYTES;
 constexpr int SUM_BYTES = QUERY_WARPS > 1 ? TILE_N * (D_QK > D_V ? D_QK : D_V) * 4 : 0;
 constexpr int SHARED_BYTES = INPUT_BYTES > SUM_BYTES ? INPUT_BYTES : SUM_BYTES;
-static_assert(SHARED_BYTES == 91136, "the launch plan and the kernel disagree on shared memory");
+static_assert(SHARED_BYTES == 70144, "the launch plan and the kernel disagree on shared memory");
 static_assert(TILE_N == KEY_WARPS * KEY_BLOCKS * 16 && TILE_M == QUERY_WARPS * QUERY_BLOCKS * 16, "16x16 blocks");
 static_assert(DQ_ROW_WARPS * DQ_ROW_BLOCKS * 16 == TILE_M && DQ_ROW_WARPS * DQ_COLUMN_WARPS == WARPS, "16x16 blocks");
 static_assert(D_QK % (16 * COLUMN_WARPS) == 0 && D_V % (16 * COLUMN_WARPS) == 0, "16x16 blocks");
@@ -465,7 +467,7 @@ AFC_FN void add_dq(float *sum, uint32_t shared, const tile::Blocks<TileDS> &ds_b
 
 }  // namespace alibi_lm_backward_parts
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+extern "C" __global__ void __launch_bounds__(128, 1)
     alibi_lm_backward(const __grid_constant__ afc_args args) {
   using namespace alibi_lm_backward_parts;
   const int queries = static_cast<int>(args.M), keys = static_cast<int>(args.N);
@@ -554,6 +556,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const float *terms = reinterpret_cast<const float *>(stage_terms) + at.query * 2;
     if (step + 1 < walk.count) {
       copy_q(step + 1, next);
+      copy_do(step + 1, next);
       copy_terms(step + 1, next);
     }
     ptx::cp_async_commit();
@@ -578,10 +581,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 
     __syncthreads();  // dS is complete, and nobody reads Q or dO any more
     const tile::GroupWalk::Position still = positions[step & 1];  // read again rather than kept
-    if (step + 1 < walk.count) {
-      copy_do(step + 1, walk.next(still));
-    }
-    ptx::cp_async_commit();
     add_dq(dq_sum, shared, ds_blocks, k_columns_blocks, place(tile::thread_in_step(step)),
            work.batch * heads + work.head * group + still.member, walk.tile(still) * TILE_M, queries);
   };
@@ -596,10 +595,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const int first_key = work.tile * TILE_N, valid_keys = min(TILE_N, keys - first_key);
   ptx::cp_async_wait<0>();
   __syncthreads();
-  const int owner = at.key_warp + at.column_warp * KEY_WARPS;
-  float *scratch = reinterpret_cast<float *>(shared_memory);
-  tile::sum_parts<QUERY_WARPS>(dk, scratch + owner * (KEY_BLOCKS * 16 * DK_OCTETS * 8), at.query_warp);
-  tile::sum_parts<QUERY_WARPS>(dv, scratch + owner * (KEY_BLOCKS * 16 * DV_OCTETS * 8), at.query_warp);
 #pragma unroll
   for (int r = 0; r < KEY_BLOCKS; ++r)
 #pragma unroll

@@ -21,9 +21,9 @@ namespace {
 enum Kernel { ALIBI_LM_FORWARD, ALIBI_LM_PREPROCESS, ALIBI_LM_BACKWARD, ALIBI_LM_POSTPROCESS };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"alibi_lm_forward", 98304, 256},
+    {"alibi_lm_forward", 81920, 128},
     {"alibi_lm_preprocess", 0, 256},
-    {"alibi_lm_backward", 91136, 256},
+    {"alibi_lm_backward", 70144, 128},
     {"alibi_lm_postprocess", 16896, 256},
 };
 
@@ -113,7 +113,7 @@ extern "C" int64_t alibi_lm_cuda_bfloat16_128_128_workspace(const afc_args *call
 extern "C" int alibi_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(ALIBI_LM_FORWARD, ceil_div(args.M, 128) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(ALIBI_LM_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
   return AFC_OK;
 }
 

@@ -20,9 +20,9 @@ namespace {
 enum Kernel { CAUSAL_LM_FORWARD, CAUSAL_LM_PREPROCESS, CAUSAL_LM_BACKWARD, CAUSAL_LM_POSTPROCESS };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"causal_lm_forward", 98304, 256},
+    {"causal_lm_forward", 81920, 128},
     {"causal_lm_preprocess", 0, 256},
-    {"causal_lm_backward", 91136, 256},
+    {"causal_lm_backward", 70144, 128},
     {"causal_lm_postprocess", 16896, 256},
 };
 
@@ -112,7 +112,7 @@ extern "C" int64_t causal_lm_cuda_bfloat16_128_128_workspace(const afc_args *cal
 extern "C" int causal_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(CAUSAL_LM_FORWARD, ceil_div(args.M, 128) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(CAUSAL_LM_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
   return AFC_OK;
 }
 

@@ -21,10 +21,10 @@ enum Kernel { GEMMA2_ROTATE_FORWARD, GEMMA2_FORWARD, GEMMA2_ROTATE_BACKWARD, GEM
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gemma2_rotate_forward", 0, 256},
-    {"gemma2_forward", 98304, 256},
+    {"gemma2_forward", 81920, 128},
     {"gemma2_rotate_backward", 0, 256},
     {"gemma2_preprocess", 0, 256},
-    {"gemma2_backward", 91136, 256},
+    {"gemma2_backward", 70144, 128},
     {"gemma2_postprocess", 16896, 256},
 };
 
@@ -119,7 +119,7 @@ extern "C" int gemma2_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(GEMMA2_ROTATE_FORWARD, ceil_div(args.M, 16) + ceil_div(args.N, 16), larger(1, ceil_div(args.B * args.Hk, 6)), args)) return status;
-  if (int status = launch(GEMMA2_FORWARD, ceil_div(args.M, 128) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(GEMMA2_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
   return AFC_OK;
 }
 

@@ -21,10 +21,10 @@ enum Kernel { GPTJ_ROTATE_FORWARD, GPTJ_FORWARD, GPTJ_ROTATE_BACKWARD, GPTJ_PREP
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gptj_rotate_forward", 0, 256},
-    {"gptj_forward", 98304, 256},
+    {"gptj_forward", 81920, 128},
     {"gptj_rotate_backward", 0, 256},
     {"gptj_preprocess", 0, 256},
-    {"gptj_backward", 91136, 256},
+    {"gptj_backward", 70144, 128},
     {"gptj_postprocess", 16896, 256},
 };
 
@@ -119,7 +119,7 @@ extern "C" int gptj_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(GPTJ_ROTATE_FORWARD, ceil_div(args.M, 16) + ceil_div(args.N, 16), larger(1, ceil_div(args.B * args.Hk, 6)), args)) return status;
-  if (int status = launch(GPTJ_FORWARD, ceil_div(args.M, 128) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(GPTJ_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
   return AFC_OK;
 }
 

@@ -22,10 +22,10 @@ enum Kernel { MISTRAL_ROTATE_FORWARD, MISTRAL_FORWARD, MISTRAL_ROTATE_BACKWARD, 
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"mistral_rotate_forward", 0, 256},
-    {"mistral_forward", 98304, 256},
+    {"mistral_forward", 81920, 128},
     {"mistral_rotate_backward", 0, 256},
     {"mistral_preprocess", 0, 256},
-    {"mistral_backward", 91136, 256},
+    {"mistral_backward", 70144, 128},
     {"mistral_postprocess", 16896, 256},
 };
 
@@ -121,7 +121,7 @@ extern "C" int mistral_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(MISTRAL_ROTATE_FORWARD, ceil_div(args.M, 16) + ceil_div(args.N, 16), larger(1, ceil_div(args.B * args.Hk, 6)), args)) return status;
-  if (int status = launch(MISTRAL_FORWARD, ceil_div(args.M, 128) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(MISTRAL_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
   return AFC_OK;
 }
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages the top-level data folders (grammar, templates, runtime) beside the code, under afc/_data."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+DATA = ("grammar", "templates", "runtime")
+ROOT = Path(__file__).parent
+
+folders = [p for name in DATA for p in (ROOT / name, *sorted((ROOT / name).rglob("*"))) if p.is_dir()]
+data = {f"afc._data.{'.'.join(p.relative_to(ROOT).parts)}": str(p.relative_to(ROOT)) for p in folders}
+
+setup(
+    packages=[*find_packages(include=["afc", "afc.*"]), *data],
+    package_dir=data,
+    package_data={
+        "afc": ["py.typed"],
+        **{package: ["*.lark", "*.attn", "*.j2", "*.h", "*.hpp", "*.cuh", "*.cpp"] for package in data},
+    },
+)
