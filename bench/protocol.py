@@ -37,7 +37,7 @@ class Protocol:
     burst_rounds: int = 15
     idle_ms: float = 300.0
     burst_ms: float = 20.0
-    sustained_rounds: int = 5
+    sustained_rounds: int = 11
     settle_ms: float = 400.0
     sustained_ms: float = 150.0
     tolerance: float = 0.01

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and times the hand-written Hopper backward kernels (backward.cu), cubin by cubin.
+
+    python run_backward.py check    gradients against float64, at odd lengths, with guards around every tensor
+    python run_backward.py quick    a short time of every cubin, and of its three kernels
+    python run_backward.py full NAME...   the protocol of bench/protocol.py beside cuDNN
+    python run_backward.py count NAME...  one launch of each, for a profiler
+
+Cubins come from ``--cubins``; a name is ``d<D><c|f>_<kind><dQ mode>``, see ``CONFIGURATIONS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bench.protocol import CudaClock, Protocol, measure, pair_ratios
+
+L2_SECTION_BYTES = 40 << 20
+GUARD = 4096  # elements of NaN before and after every tensor
+LOG2_UNITS = 1.4426950408889634
+
+cuda = ctypes.CDLL("libcuda.so.1")
+
+
+def checked(status: int, what: str) -> None:
+    """Raises RuntimeError with the driver's name of a status that is not success."""
+    if status:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(status, ctypes.byref(name))
+        raise RuntimeError(f"{what}: {name.value!r}")
+
+
+class Arguments(ctypes.Structure):
+    """Mirror of Arguments in backward_config.cuh."""
+
+    _fields_ = [(n, ctypes.c_void_p) for n in ("o", "d_o", "lse", "dq", "dq_sums", "row_lse", "row_delta")] + [
+        (n, ctypes.c_int)
+        for n in ("batches", "k_heads", "group", "q_len", "k_len", "padded_rows", "offset", "section_heads")
+    ] + [("scale", ctypes.c_float)]
+
+
+def tensor_map(t: torch.Tensor, rows: int) -> ctypes.c_void_p:
+    """TMA map of a (B, H, N, D) bf16 tensor: boxes of 64 columns and ``rows`` rows, 128-byte swizzle."""
+    buffer = ctypes.create_string_buffer(192)
+    address = (ctypes.addressof(buffer) + 63) & ~63
+    batch, heads, length, dim = t.shape
+    sizes = (ctypes.c_uint64 * 4)(dim, length, heads, batch)
+    strides = (ctypes.c_uint64 * 3)(t.stride(2) * 2, t.stride(1) * 2, t.stride(0) * 2)
+    box = (ctypes.c_uint32 * 4)(64, rows, 1, 1)
+    ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    bfloat16, interleave_none, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
+    checked(
+        cuda.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address), bfloat16, 4, ctypes.c_void_p(t.data_ptr()), sizes, strides, box, ones,
+            interleave_none, swizzle_128, promote_256, zeros,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+    pointer = ctypes.c_void_p(address)
+    pointer.buffer = buffer  # type: ignore[attr-defined]
+    return pointer
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a cubin was compiled for."""
+
+    name: str
+    dim: int
+    rows: int
+    causal: bool
+    dq_mode: int
+
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of backward_main: kSharedBytes of backward_config.cuh."""
+        bulk = self.dq_mode == 2
+        ds_stages = 1 if self.rows == 80 and bulk else 2
+        tiles = 2 * 128 * self.dim * 2 + 4 * self.rows * self.dim * 2
+        ds = ds_stages * -(-self.rows // 64) * 128 * 128
+        return tiles + ds + (self.rows * self.dim * 4 if bulk else 0) + 4 * self.rows * 4 + 12 * 8
+
+
+def configuration(name: str) -> Configuration:
+    """Reads a cubin's name: d128c_p0 and the like; the kinds that begin with w take 80 rows."""
+    head, kind = name.split("_")
+    dim = int(head[1:-1])
+    return Configuration(name, dim, 128 if dim == 64 else 80 if kind[0] == "w" else 64, head[-1] == "c", int(kind[-1]))
+
+
+class Module:
+    """A loaded cubin."""
+
+    def __init__(self, path: Path) -> None:
+        torch.zeros(1, device="cuda")
+        self.configuration = configuration(path.stem)
+        handle = ctypes.c_void_p()
+        checked(cuda.cuModuleLoadData(ctypes.byref(handle), path.read_bytes()), "cuModuleLoadData")
+        self.functions = {}
+        for name in ("backward_before", "backward_main", "backward_after"):
+            function = ctypes.c_void_p()
+            checked(cuda.cuModuleGetFunction(ctypes.byref(function), handle, name.encode()), name)
+            self.functions[name] = function
+        self.shared_bytes = self.configuration.shared_bytes()
+        checked(cuda.cuFuncSetAttribute(self.functions["backward_main"], 8, self.shared_bytes), "shared memory")
+
+    def launch(self, name: str, grid: tuple[int, int], block: int, shared: int, parameters: ctypes.Array) -> None:
+        """Launches on the current stream."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        checked(
+            cuda.cuLaunchKernel(self.functions[name], *grid, 1, block, 1, 1, shared, stream, parameters, None), name
+        )
+
+
+@dataclass
+class Problem:
+    """Inputs and outputs of one backward call, (B, H, length, D) bf16 contiguous; lse float32 natural."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    d_o: torch.Tensor
+    lse: torch.Tensor
+    causal: bool
+    offset: int
+
+    def flops(self) -> float:
+        """Of the five products; a causal problem with equal lengths counts half."""
+        batch, heads, rows, dim = self.q.shape
+        return 10.0 * batch * heads * rows * self.k.shape[2] * dim / (2 if self.causal else 1)
+
+
+class Call:
+    """A backward call with its workspace, outputs and tensor maps; ``parts`` runs one kernel."""
+
+    def __init__(self, module: Module, problem: Problem, guarded: bool = False) -> None:
+        self.module, self.problem = module, problem
+        batch, heads, rows, dim = problem.q.shape
+        k_heads, keys = problem.k.shape[1:3]
+        tile = module.configuration.rows
+        padded = -(-rows // tile) * tile
+        make = guard if guarded else torch.empty_like
+        self.dq, self.dk, self.dv = make(problem.q), make(problem.k), make(problem.v)
+        self.sums = torch.full((batch, heads, padded, dim), math.nan, device="cuda")
+        self.row_terms = torch.full((2, batch, heads, padded), math.nan, device="cuda")
+        per_head = (rows * dim * 8) * (heads // k_heads)  # Q and dO in bf16, dQ sums in float32
+        self.arguments = Arguments(
+            problem.o.data_ptr(), problem.d_o.data_ptr(), problem.lse.data_ptr(), self.dq.data_ptr(),
+            self.sums.data_ptr(), self.row_terms[0].data_ptr(), self.row_terms[1].data_ptr(),
+            batch, k_heads, heads // k_heads, rows, keys, padded, problem.offset,
+            min(batch * k_heads, max(1, L2_SECTION_BYTES // per_head)), 1.0 / math.sqrt(dim),
+        )
+        self.maps = [
+            tensor_map(problem.q, tile), tensor_map(problem.k, 128), tensor_map(problem.v, 128),
+            tensor_map(problem.d_o, tile), tensor_map(self.dk, 64), tensor_map(self.dv, 64),
+        ]
+        only = ctypes.addressof(self.arguments)
+        self.few = (ctypes.c_void_p * 1)(only)
+        self.all = (ctypes.c_void_p * 7)(only, *[m.value for m in self.maps])
+        per_block = 256 // (dim // 8)
+        self.grids = {
+            "backward_before": (-(-padded // per_block), batch * heads),
+            "backward_main": (-(-keys // 128) * batch * k_heads, 1),
+            "backward_after": (padded // tile, batch * heads),
+        }
+
+    def part(self, name: str) -> None:
+        """One of the three kernels."""
+        if name == "backward_main":
+            self.module.launch(name, self.grids[name], 384, self.module.shared_bytes, self.all)
+        else:
+            self.module.launch(name, self.grids[name], 256, 0, self.few)
+
+    def __call__(self) -> None:
+        for name in self.grids:
+            self.part(name)
+
+
+def guard(like: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor inside a larger one that is NaN around it."""
+    outer = torch.full((like.numel() + 2 * GUARD,), math.nan, device="cuda", dtype=like.dtype)
+    inner = outer[GUARD : GUARD + like.numel()].view(like.shape)
+    inner.copy_(like)
+    return inner
+
+
+def guards_intact(t: torch.Tensor) -> bool:
+    """Whether what lies around a guarded tensor is still NaN."""
+    outer = torch.as_strided(t, (t.numel() + 2 * GUARD,), (1,), t.storage_offset() - GUARD)
+    return bool(outer[:GUARD].isnan().all() and outer[-GUARD:].isnan().all())
+
+
+def visible(rows: int, keys: int, offset: int) -> torch.Tensor:
+    """Causal mask (rows, keys): key j for query i when j <= i + offset."""
+    i = torch.arange(rows, device="cuda")[:, None]
+    j = torch.arange(keys, device="cuda")[None, :]
+    return j <= i + offset
+
+
+def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """O, LSE, dQ, dK, dV in float64 from the bf16 inputs."""
+    group = problem.q.shape[1] // problem.k.shape[1]
+    q, k, v = (t.double().requires_grad_() for t in (problem.q, problem.k, problem.v))
+    s = q @ k.repeat_interleave(group, 1).transpose(2, 3) / math.sqrt(q.shape[3])
+    if problem.causal:
+        s = s.masked_fill(~visible(q.shape[2], k.shape[2], problem.offset), -math.inf)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0)[..., None])
+    o = p @ v.repeat_interleave(group, 1)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), problem.d_o.double())
+    return o.detach(), lse.detach(), dq, dk, dv
+
+
+def random_problem(b: int, h: int, hk: int, m: int, n: int, d: int, causal: bool, seed: int) -> Problem:
+    """Guarded normal inputs, O and LSE from float64."""
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return guard(torch.randn(shape, generator=g, device="cuda", dtype=torch.float32).bfloat16())
+
+    q, k, v, d_o = draw(b, h, m, d), draw(b, hk, n, d), draw(b, hk, n, d), draw(b, h, m, d)
+    problem = Problem(q, k, v, q, d_o, q, causal, n - m)
+    o, lse, *_ = reference(problem)
+    problem.o, problem.lse = guard(o.bfloat16()), guard(lse.float())
+    return problem
+
+
+SHAPES = (  # batch, query heads, key heads, rows, keys
+    (1, 1, 1, 64, 128),
+    (2, 3, 3, 129, 257),
+    (1, 2, 2, 511, 511),
+    (1, 4, 2, 300, 71),
+    (2, 4, 1, 71, 300),
+    (1, 1, 1, 1, 1),
+    (1, 2, 2, 1000, 1003),
+)
+
+
+def check(modules: list[Module]) -> bool:
+    """Every module at every shape; prints the worst relative error of each gradient."""
+    passed = True
+    problems: dict[tuple[int, bool], list[tuple[Problem, tuple[torch.Tensor, ...]]]] = {}
+    for module in modules:
+        c = module.configuration
+        if (c.dim, c.causal) not in problems:
+            drawn = [random_problem(*s, c.dim, c.causal, i) for i, s in enumerate(SHAPES)]
+            problems[c.dim, c.causal] = [(p, reference(p)[2:]) for p in drawn]
+        worst, notes = [0.0, 0.0, 0.0], []
+        for problem, expected in problems[c.dim, c.causal]:
+            call = Call(module, problem, guarded=True)
+            for t in (call.dq, call.dk, call.dv):
+                t.fill_(math.nan)
+            call()
+            torch.cuda.synchronize()
+            for i, (got, want) in enumerate(zip((call.dq, call.dk, call.dv), expected, strict=True)):
+                error = float((got.double() - want).norm() / want.norm().clamp_min(1e-6))
+                if not error < 1e-2:
+                    notes.append(f"{tuple(problem.q.shape)}x{problem.k.shape[2]} d{'qkv'[i]} {error:.3g}")
+                worst[i] = max(worst[i], error) if error == error else math.nan
+                if not guards_intact(got):
+                    notes.append(f"d{'qkv'[i]} written outside")
+        passed &= not notes
+        print(f"check {c.name:14s} dq {worst[0]:.2e} dk {worst[1]:.2e} dv {worst[2]:.2e} {'ok' if not notes else notes[:6]}", flush=True)
+    return passed
+
+
+def large_problem(b: int, h: int, n: int, d: int, causal: bool) -> Problem:
+    """A benchmark problem: O and LSE from cuDNN's forward."""
+    q, k, v, d_o = (torch.randn(b, h, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    return Problem(q, k, v, o.contiguous(), d_o, lse.reshape(b, h, n).contiguous(), causal, 0)
+
+
+def cudnn_call(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """PyTorch's cuDNN backward alone."""
+    inputs = [t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=problem.causal)
+    return lambda: torch.autograd.grad(out, inputs, problem.d_o, retain_graph=True)
+
+
+def agree(call: Call, other: Callable[[], tuple[torch.Tensor, ...]]) -> list[float]:
+    """Relative distance of dQ, dK, dV from another system's."""
+    call()
+    return [
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip((call.dq, call.dk, call.dv), other(), strict=True)
+    ]
+
+
+def block_ms(call: Callable[[], object], calls: int) -> float:
+    """Milliseconds per call of a block of calls."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def quick(modules: list[Module], n: int, h: int) -> None:
+    """Burst (median of 3 blocks of about 15 ms after 0.3 s idle) and sustained (0.2 s after 0.2 s) TFLOP/s."""
+    for dim, causal in sorted({(m.configuration.dim, m.configuration.causal) for m in modules}, reverse=True):
+        problem = large_problem(1, h, n, dim, causal)
+        other = cudnn_call(problem)
+        chosen = [m for m in modules if (m.configuration.dim, m.configuration.causal) == (dim, causal)]
+        calls: list[tuple[str, Callable[[], object]]] = [("cudnn", other)]
+        calls += [(m.configuration.name, Call(m, problem)) for m in chosen]
+        for name, call in calls:
+            call()
+            rough = block_ms(call, 2)
+            bursts = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                time.sleep(0.3)
+                call()
+                bursts.append(block_ms(call, max(1, int(15 / rough) - 1)))
+            block_ms(call, max(1, int(200 / rough)))
+            steady = block_ms(call, max(1, int(200 / rough)))
+            line = f"quick {name:14s} burst {problem.flops() / median(bursts) / 1e9:6.1f} sustained {problem.flops() / steady / 1e9:6.1f} TFLOP/s"
+            if isinstance(call, Call):
+                parts = [median(block_ms(lambda p=p: call.part(p), 2) for _ in range(3)) for p in call.grids]  # type: ignore[misc]
+                line += "  parts ms " + " ".join(f"{p:.3f}" for p in parts)
+                line += "  from cudnn " + " ".join(f"{e:.1e}" for e in agree(call, other))
+            print(line, flush=True)
+        del problem, other, calls
+        torch.cuda.empty_cache()
+
+
+def full(modules: list[Module], cells: list[tuple[int, int, int]], out: Path | None) -> None:
+    """The protocol, in one process and random order; the first module enters twice."""
+    results = []
+    for b, h, n in cells:
+        c = modules[0].configuration
+        problem = large_problem(b, h, n, c.dim, c.causal)
+        systems: dict[str, Callable[[], object]] = {m.configuration.name: Call(m, problem) for m in modules}
+        systems["twin"] = Call(modules[0], problem)
+        systems["cudnn"] = cudnn_call(problem)
+        result = measure(systems, Protocol(), CudaClock())
+        ratios = pair_ratios(result, c.name, "twin")
+        for regime, rounds in result.items():
+            row = {name: problem.flops() / median(rounds.times(name)) / 1e9 for name in systems}
+            results.append({"cell": [b, h, n, c.dim, c.causal], "regime": regime, "tflops": row, "pair": ratios[regime]})
+            text = " ".join(f"{name} {value:.1f}" for name, value in row.items())
+            print(f"full B{b} H{h} N{n} D{c.dim} {'causal' if c.causal else 'full'} {regime}: {text} A/A {ratios[regime]:.4f}", flush=True)
+        del problem, systems
+        torch.cuda.empty_cache()
+    if out:
+        out.write_text(json.dumps(results, indent=1))
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("check", "quick", "full", "count"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--cubins", type=Path, required=True)
+    parser.add_argument("--n", type=int, default=16384)
+    parser.add_argument("--h", type=int, default=16)
+    parser.add_argument("--cells", default="1x16x16384,2x16x8192")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.zeros(1, device="cuda")
+    paths = [options.cubins / f"{n}.cubin" for n in options.names] or sorted(options.cubins.glob("d*.cubin"))
+    modules = [Module(p) for p in paths]
+    if options.what == "check":
+        raise SystemExit(0 if check(modules) else 1)
+    if options.what == "quick":
+        quick(modules, options.n, options.h)
+    if options.what == "full":
+        cells = [tuple(int(x) for x in cell.split("x")) for cell in options.cells.split(",")]
+        full(modules, cells, options.out)  # type: ignore[arg-type]
+    if options.what == "count":
+        for module in modules:
+            c = module.configuration
+            call = Call(module, large_problem(1, options.h, options.n, c.dim, c.causal))
+            call()
+            torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
