@@ -127,7 +127,7 @@ def test_the_defaults_are_the_whole_protocol() -> None:
     full = Protocol()
     assert full.shortfalls() == []
     assert (full.burst_rounds, full.idle_ms, full.burst_ms) == (15, 300, 20)
-    assert (full.sustained_rounds, full.settle_ms, full.sustained_ms) == (5, 400, 150)
+    assert (full.sustained_rounds, full.settle_ms, full.sustained_ms) == (11, 400, 150)
     assert "quick mode" in QUICK.shortfalls()
 
 
@@ -149,7 +149,7 @@ def test_anything_weaker_than_the_protocol_is_named(field: str, value: float) ->
 
 
 def test_planned_seconds_counts_rounds_of_every_system() -> None:
-    assert Protocol().planned_seconds(2) == pytest.approx(2 * (15 * 0.32 + 5 * 0.55))
+    assert Protocol().planned_seconds(2) == pytest.approx(2 * (15 * 0.32 + 11 * 0.55))
 
 
 # ---- the A/A pair --------------------------------------------------------------------------------
