@@ -65,8 +65,7 @@ __device__ __forceinline__ void tma_load_5d(uint32_t destination, const void *ma
 }
 
 __device__ __forceinline__ void tma_load_4d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
-                                            int32_t c1, int32_t c2, int32_t c3,
-                                            uint64_t policy) {
+                                            int32_t c1, int32_t c2, int32_t c3, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1, {%3, %4, %5, %6}], [%2], %7;"

@@ -193,3 +193,14 @@ def test_head_sizes_differ() -> None:
         module = afc.load(EXAMPLES / "causal.attn", Dqk=dqk, Dv=dv, dtype=torch.float32, backend="cpu")
         q, k, v = inputs(1, 2, 2, 50, 60, dqk, dv, torch.float32)
         assert not failures(compare(module.causal_lm, variant, q, k, v, {}))
+
+
+def test_no_memory_of_the_size_of_the_score_matrix() -> None:
+    """Workspaces grow with the tensors: 64 times the rows take 64 times the bytes, not 4096 times."""
+    module = afc.load(EXAMPLES / "llama.attn", D=64, dtype=torch.bfloat16, backend="cpu")
+    for backward in (False, True):
+        short, long = (
+            module._afc_workspace(0, backward, -1, (1, 8, 8, rows, rows), 0, 0, 2) for rows in (1024, 65536)
+        )
+        assert long < 64 * short
+        assert long < 4 * 65536 * 8 * 64 * 2  # a few tensors of the size of q

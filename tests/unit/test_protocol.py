@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -14,7 +13,7 @@ from afc.ir.masks import Run
 from afc.ir.protocol import (
     AdvancePipeline,
     Arrive,
-    Barrier,
+    CommitGroup,
     CopyIn,
     ExpectBytes,
     FetchItem,
@@ -44,14 +43,14 @@ from afc.ir.protocol import (
     text,
     walk,
 )
-from afc.reference.protocol import Fault, Finding, explore, inspect, simulate
+from afc.reference.protocol import TRACE_TAIL, Fault, explore, inspect, simulate
 from afc.schedule.protocols import BackwardShape, ForwardShape, hopper_backward, hopper_forward
 
 KEYS, QUERIES = TileRange("keys"), TileRange("queries")
 EMPTY = WorkItem()
 # Long, empty, one tile, empty twice, partial tiles only, full tiles only.
 WORK = [WorkItem(1, 3), EMPTY, WorkItem(1, 0), EMPTY, EMPTY, WorkItem(2, 0), WorkItem(0, 5), WorkItem(2, 4)]
-SEEDS = range(12)
+SEEDS = range(5)
 
 FORWARD = hopper_forward(KEYS)
 BACKWARD = hopper_backward(QUERIES, BackwardShape(scheduler="static"))
@@ -74,36 +73,50 @@ def random_work(rng: random.Random, scheduler: str, heads: tuple[int, ...] = (1,
 )
 def test_forward_is_clean(consumers: int, stages: int, keys: int, ping_pong: bool, scheduler: str) -> None:
     rng = random.Random(f"{consumers} {stages} {ping_pong} {scheduler}")
-    for store_warp in (False, True):
-        shape = ForwardShape(consumers, stages, ping_pong, scheduler, store_warp, keys)  # type: ignore[arg-type]
+    stores = "registers", "consumer", "warp"
+    for store, overlap, slots in (*((s, True, 1) for s in stores), ("registers", False, 2)):
+        shape = ForwardShape(consumers, stages, ping_pong, scheduler, store, overlap, slots, keys)  # type: ignore[arg-type]
         protocol = hopper_forward(KEYS, shape)
-        for seed in range(12):
+        for seed in range(4):
             work = random_work(rng, scheduler)
             found = simulate(protocol, work, seed)
             assert found is None, f"{shape}\n{work}\n{found}"
 
 
 @pytest.mark.parametrize("scheduler", ["one item", "static", "dynamic"])
-@pytest.mark.parametrize("dq", ["red", "bulk"])
-@pytest.mark.parametrize(("stages", "ds_stages"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_backward_is_clean(stages: int, ds_stages: int, dq: str, scheduler: str) -> None:
-    rng = random.Random(f"{stages} {ds_stages} {dq} {scheduler}")
-    shape = BackwardShape(2, stages, ds_stages, dq, scheduler)  # type: ignore[arg-type]
-    protocol = hopper_backward(QUERIES, shape)
-    for seed in range(20):
-        work = random_work(rng, scheduler, heads=(1, 1, 2))
-        found = simulate(protocol, work, seed)
-        assert found is None, f"{shape}\n{work}\n{found}"
+@pytest.mark.parametrize("dq", ["red", "bulk", "warp"])
+@pytest.mark.parametrize("meet", ["named", "mbarrier"])
+def test_backward_is_clean(meet: str, dq: str, scheduler: str) -> None:
+    rng = random.Random(f"{meet} {dq} {scheduler}")
+    stores = ("warp",) if dq == "warp" else ("warp", "consumers")
+    plain = [(stages, ds, False) for stages in (1, 2) for ds in (1, 2)]
+    pipelined = [] if dq == "warp" else [(2, 2, True)]
+    for store in stores:
+        for stages, ds, pipeline in plain + pipelined:
+            shape = BackwardShape(2, stages, ds, meet, dq, store, pipeline, scheduler)  # type: ignore[arg-type]
+            protocol = hopper_backward(QUERIES, shape)
+            for seed in range(4):
+                work = random_work(rng, scheduler, heads=(1, 1, 2))
+                found = simulate(protocol, work, seed)
+                assert found is None, f"{shape}\n{work}\n{found}"
 
 
 def test_three_backward_consumers_at_small_heads() -> None:
     shape = BackwardShape(3, head_qk=64, head_v=64, scheduler="dynamic")
-    assert explore(hopper_backward(QUERIES, shape), WORK, range(20)) is None
+    assert explore(hopper_backward(QUERIES, shape), WORK, range(12)) is None
 
 
 def test_many_interleavings_of_one_list() -> None:
-    assert explore(FORWARD, WORK, range(150)) is None
-    assert explore(BACKWARD, WORK, range(100)) is None
+    assert explore(FORWARD, WORK, range(30)) is None
+    assert explore(BACKWARD, WORK, range(25)) is None
+
+
+def test_work_items_of_a_causal_mask() -> None:
+    """Query tile t of 128 rows sees full tiles up to the diagonal; rows before the first key see none."""
+    runs = [Run(0, 0, max(0, 128 * t), max(0, 128 * (t + 1))) for t in range(-2, 4)]
+    work = [WorkItem.of(run, 128) for run in runs]
+    assert work == [EMPTY, EMPTY, *(WorkItem(1, full) for full in range(4))]
+    assert explore(FORWARD, work, range(20)) is None
 
 
 # ---- planted faults --------------------------------------------------------------------------------------
@@ -200,6 +213,16 @@ def load_q_always(protocol: Protocol) -> Protocol:
     return plant(protocol, "producer", change)
 
 
+def wait_for_v_always(protocol: Protocol) -> Protocol:
+    """Consumers wait for V in a work item without tiles too; the producer loads it with the first tile."""
+
+    def change(op: Op) -> Script:
+        at = op.body.index(Wait("v_full", "v")) if isinstance(op, IfTiles) else 0
+        return take_out(op, at, at + 2) if isinstance(op, IfTiles) else (op,)
+
+    return plant(protocol, "consumer", change)
+
+
 def zeros_like_results(protocol: Protocol) -> Protocol:
     """Work items without tiles go through the common epilogue, and every role waits for the one before.
 
@@ -228,7 +251,10 @@ def change_script(protocol: Protocol, role: str, change: Callable[[Script], Scri
 STATIC = hopper_forward(KEYS, ForwardShape(scheduler="static"))
 PLAIN = hopper_forward(KEYS, ForwardShape(scheduler="static", ping_pong=False))
 ONE_DS = hopper_backward(QUERIES, BackwardShape(ds_stages=1, scheduler="static"))
-BULK = hopper_backward(QUERIES, BackwardShape(dq="bulk", scheduler="static"))
+BULK = hopper_backward(QUERIES, BackwardShape(dq="warp", scheduler="static"))
+PIPELINED = hopper_backward(
+    QUERIES, BackwardShape(meet="mbarrier", dq="bulk", store="consumers", pipelined=True, scheduler="static")
+)
 K_FREE, K_FULL = Wait("k_empty", "k", flip=True), Wait("k_full", "k")
 V_FREE, V_FULL = Wait("v_empty", "v", flip=True), Wait("v_full", "v")
 Q_BYTES, K_BYTES = 128 * 128 * 2, 128 * 128 * 2
@@ -249,7 +275,7 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
         {Fault.REFILL_BEFORE_READ, Fault.BARRIER_REUSE},
     ),
     "no consumer waits for K and V": (
-        plant(BACKWARD, "consumer", drop(Wait("kv_full", "kv"))),
+        plant(BACKWARD, "consumer", drop(Wait("k_full", "k"))),
         {Fault.READ_BEFORE_WRITE},
     ),
     # phases
@@ -275,7 +301,7 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
     ),
     "consumer advances V once too often": (
         plant(FORWARD, "consumer", swap(AdvancePipeline("v"), AdvancePipeline("v"), AdvancePipeline("v"))),
-        {Fault.WRONG_PHASE, Fault.TILE_COUNT},
+        {Fault.TILE_COUNT},
     ),
     # arrivals
     "one arrival too many is expected": (with_count(FORWARD, "v_empty", 1), {Fault.ARRIVAL_COUNT}),
@@ -292,6 +318,11 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
     "one consumer does not release V": (
         plant(FORWARD, "consumer 1", drop(Arrive("v_empty", "v"))),
         {Fault.ARRIVAL_COUNT},
+    ),
+    "results are never stored": (plant(STATIC, "store", drop(StoreOut("O", 0))), {Fault.LEFTOVER}),
+    "consumers do not ask for their registers": (
+        plant(STATIC, "consumer", drop_kind(SetRegisters)),
+        {Fault.REGISTER_BUDGET},
     ),
     "K is released twice": (
         plant(
@@ -317,7 +348,7 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
     "dS has one stage and no second meeting": (without_named(ONE_DS, "ds_read"), {Fault.REFILL_BEFORE_READ}),
     "consumers do not meet over dS": (
         without_named(BACKWARD, "ds_written"),
-        {Fault.READ_BEFORE_WRITE, Fault.REFILL_BEFORE_READ},
+        {Fault.READ_BEFORE_WRITE},
     ),
     "dQ is written while the last one is reduced": (
         without_named(BULK, "dq_free"),
@@ -372,15 +403,29 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
         {Fault.ALIAS},
     ),
     "the storing consumer does not wait until O is read": (
-        plant(hopper_forward(KEYS, ForwardShape(store_warp=False)), "consumer 0", drop_kind(WaitStoreRead)),
+        plant(hopper_forward(KEYS, ForwardShape(store="consumer")), "consumer 0", drop_kind(WaitStoreRead)),
         {Fault.ALIAS},
     ),
     "nobody waits until the reduction has read dQ": (
         plant(BULK, "store", drop_kind(WaitStoreRead)),
         {Fault.REFILL_BEFORE_READ},
     ),
+    "a consumer writes its next dQ while the last is reduced": (
+        plant(PIPELINED, "consumer", drop_kind(WaitStoreRead)),
+        {Fault.REFILL_BEFORE_READ},
+    ),
+    "dK is written while another consumer reads K": (without_named(PIPELINED, "all_read"), {Fault.ALIAS}),
+    "Q is released at the place of the next tile": (
+        plant(PIPELINED, "consumer", swap(Arrive("q_empty", "q_done"), Arrive("q_empty", "q"))),
+        {Fault.DEADLOCK},
+    ),
+    "dS is multiplied before all rows are there": (
+        plant(PIPELINED, "consumer", drop(Wait("ds_full", "ds"))),
+        {Fault.READ_BEFORE_WRITE},
+    ),
     # work items and tiles
     "consumers skip the Q of an empty work item": (load_q_always(FORWARD), {Fault.SKIPPED_ITEM}),
+    "consumers wait for V in an empty work item": (wait_for_v_always(BACKWARD), {Fault.DEADLOCK}),
     "zeros are stored like results": (zeros_like_results(STATIC), {Fault.WRONG_PHASE}),
     "a consumer leaves out partial tiles": (
         with_range(FORWARD, "consumer 1", TileRange("keys", ("full",))),
@@ -396,7 +441,7 @@ FAULTS: dict[str, tuple[Protocol, set[Fault]]] = {
     ),
     "a role takes every other work item": (
         plant(STATIC, "store", swap(FetchItem(), FetchItem(), FetchItem())),
-        {Fault.TILE_COUNT, Fault.SKIPPED_ITEM, Fault.DEADLOCK},
+        {Fault.TILE_COUNT},
     ),
     # bytes
     "more bytes are expected than come": (
@@ -483,3 +528,141 @@ def test_reads_nobody_waits_for_are_left_over() -> None:
     broken = plant(FORWARD, "store", drop_kind(WaitStoreRead))
     found = simulate(broken, [WorkItem(1, 2)])
     assert found is not None and found.fault is Fault.LEFTOVER
+
+
+# ---- every operation counts ------------------------------------------------------------------------------
+
+SYNCHRONISES = (
+    Wait,
+    Arrive,
+    ExpectBytes,
+    CommitGroup,
+    WaitGroup,
+    ProxyFence,
+    NamedSync,
+    NamedArrive,
+    WaitStoreRead,
+    AdvancePipeline,
+    SetRegisters,
+)
+
+
+def without(script: Script, number: int) -> tuple[Op, Script]:
+    """The script without its synchronising operation of that number, and the operation."""
+    seen: list[Op] = []
+
+    def change(op: Op) -> Script:
+        if not isinstance(op, SYNCHRONISES):
+            return (op,)
+        seen.append(op)
+        return () if len(seen) == number + 1 else (op,)
+
+    shorter = rewrite(script, change)
+    return seen[number], shorter
+
+
+def unnoticed(protocol: Protocol) -> list[tuple[str, Op]]:
+    """Single operations that can be left out with nothing found, in the order of the scripts."""
+    found = []
+    for role in protocol.roles:
+        for number in range(sum(isinstance(op, SYNCHRONISES) for op in walk(role.script))):
+            op, script = without(role.script, number)
+            broken = change_script(protocol, role.name, lambda _, script=script: script)  # type: ignore[misc]
+            if explore(broken, WORK, range(2)) is None:
+                found.append((role.name, op))
+    return found
+
+
+def test_forward_needs_every_operation() -> None:
+    """Not the phase of a one-stage ring where a role only arrives."""
+    assert unnoticed(STATIC) == [("store", AdvancePipeline("out"))]
+
+
+def test_backward_needs_every_operation() -> None:
+    """dO is released before Q, but the producer refills Q first: the early release only saves time.
+
+    The latest K and V of one block are waited for, never released: storing dK and dV implies it.
+    """
+    assert unnoticed(BACKWARD) == [
+        *(("producer", AdvancePipeline(name)) for name in ("k", "v")),
+        ("store", AdvancePipeline("out")),
+        *((f"consumer {c}", op) for c in range(2) for op in (CommitGroup(), WaitGroup(1))),
+    ]
+
+
+def test_pipelined_backward_needs_every_operation() -> None:
+    """Early releases again, also of the last Q; and the warps of a role run in step and need not meet."""
+    expected: list[tuple[str, Op]] = [("producer", AdvancePipeline(name)) for name in ("k", "v")]
+    for c in range(2):
+        early = WaitGroup(1), CommitGroup(), WaitGroup(1), WaitGroup(0)
+        own = NamedSync(f"own {c}")
+        expected += [(f"consumer {c}", op) for op in (*early, own, own, AdvancePipeline("out"))]
+    assert unnoticed(PIPELINED) == expected
+
+
+# ---- reports and well-formedness -------------------------------------------------------------------------
+
+
+def test_a_finding_says_who_where_and_what_went_before() -> None:
+    broken = plant(FORWARD, "consumer", drop(Arrive("v_empty", "v")))
+    found = simulate(broken, WORK, seed=1)
+    assert found is not None and found == simulate(broken, WORK, seed=1)
+    blocked = "producer at Wait(v_empty, v, flip=True) (v_empty[0]: 0 phases done, 0 of 8 arrivals)"
+    assert blocked in str(found)
+    assert str(found).startswith("deadlock: ") and len(found.trace) == TRACE_TAIL
+    assert any("Wait(k_full, k)   stage " in line for line in found.trace)
+
+
+def test_text_shows_every_role_and_loop() -> None:
+    shown = text(FORWARD)
+    assert "protocol forward, 2 consumers, 2 stages, dynamic: 384 threads, " in shown
+    for role in FORWARD.roles:
+        assert f"{role.name} ({role.warps} warps, {role.registers} registers)" in shown
+    assert (
+        "            ForTiles(keys: partial then full, first=1)\n                Wait(k_full, k)\n" in shown
+    )
+
+
+def test_budgets_of_the_shipped_shapes() -> None:
+    assert (FORWARD.threads, FORWARD.launch_registers) == (384, 168)
+    three = hopper_forward(KEYS, ForwardShape(3))
+    assert (three.threads, three.launch_registers) == (512, 128)
+    assert FORWARD.shared_bytes == (32 + 64 + 64) * 1024 + 16
+    assert not inspect(three) and not inspect(BULK)
+
+
+def broken_pieces() -> dict[str, tuple[dict[str, object], str]]:
+    """Fields of a protocol that do not fit the others -> what the error says."""
+    pipelines, roles, buffers = FORWARD.pipelines, FORWARD.roles, FORWARD.buffers
+    named_k = Role("x", 4, 24, (NamedSync("k_full"),))
+    uncounted = tuple(replace(b, counts_bytes=False) for b in FORWARD.barriers)
+    return {
+        "unknown pipeline": ({"pipelines": pipelines[1:]}, "no pipeline 'k'"),
+        "unknown buffer": ({"buffers": buffers[1:]}, "no buffer 'Q'"),
+        "unknown barrier": ({"barriers": FORWARD.barriers[1:]}, "no barrier 'q_full'"),
+        "twice": ({"buffers": (*buffers, buffers[0])}, "two declarations of buffer 'Q'"),
+        "stages": ({"pipelines": (Pipeline("k", 3), *pipelines[1:])}, "has 2 stages, pipeline 'k' 3"),
+        "warps": ({"roles": (*roles, Role("x", 1, 24, ()))}, "fill warpgroups"),
+        "kind of barrier": ({"roles": (*roles, named_k)}, "not a named barrier"),
+        "bytes": ({"barriers": uncounted}, "does not count bytes"),
+        "part": ({"roles": (*roles, Role("x", 4, 24, (Write("O", 0, part=2),)))}, "has 2 parts"),
+        "fixed stage": ({"roles": (*roles, Role("x", 4, 24, (Read("O", 1),)))}, "has 1 stages"),
+    }
+
+
+@pytest.mark.parametrize("name", broken_pieces())
+def test_a_protocol_that_does_not_fit_together_is_refused(name: str) -> None:
+    fields, message = broken_pieces()[name]
+    with pytest.raises(ValueError, match=message):
+        replace(FORWARD, **fields)  # type: ignore[arg-type]
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match="consumers: expected one of"):
+        ForwardShape(consumers=4)
+    with pytest.raises(ValueError, match="stages: expected at least 1"):
+        BackwardShape(stages=0)
+    with pytest.raises(ValueError, match="ds_stages: expected 1 or 2"):
+        BackwardShape(ds_stages=3)
+    with pytest.raises(ValueError, match="'O' does not fit into 'V'"):
+        hopper_forward(KEYS, ForwardShape(consumers=3, stages=1))

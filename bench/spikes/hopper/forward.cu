@@ -12,6 +12,7 @@
 #include "ptx/wgmma.cuh"
 #include "tile/sm90/descriptor.cuh"
 #include "tile/sm90/pipeline.cuh"
+#include "tile/sm90/rotary.cuh"
 #include "tile/sm90/scores.cuh"
 #include "tile/sm90/softmax.cuh"
 #include "tile/sm90/store.cuh"
@@ -27,7 +28,15 @@ constexpr bool CAUSAL = AFC_CAUSAL != 0;
 constexpr bool OVERLAP = AFC_OVERLAP != 0;      // the scores of the next step are issued before this step's P V
 constexpr bool PING_PONG = AFC_PING_PONG != 0;  // warpgroups issue their products in turn
 constexpr bool PEEL = AFC_PEEL != 0;            // mask only the steps that need it
-constexpr bool STALE = AFC_STALE != 0;          // exponentials under the maximum of the steps before
+
+enum Maximum { EXACT = 0, STALE = 1, WATCHED = 2 };
+constexpr Maximum MAXIMUM = static_cast<Maximum>(AFC_MAXIMUM);  // what the exponentials of a free step refer to
+constexpr bool ROTATE = AFC_ROTATE != 0;        // rotary embedding of q here; k was rotated by rotate_keys
+
+// What is added to a score, slope(head) times the column here: nothing; by arithmetic on each score; or as 16 more
+// columns of the product of queries and keys, whatever they hold.
+enum Term { NONE = 0, PER_SCORE = 1, COLUMNS = 2 };
+constexpr Term TERM = static_cast<Term>(AFC_TERM);
 
 enum Schedule { GRID_ORDER = 0, GRID_LONGEST_FIRST = 1, PERSISTENT = 2 };
 constexpr Schedule SCHEDULE = static_cast<Schedule>(AFC_SCHEDULE);
@@ -38,6 +47,7 @@ constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 constexpr int WORK_SLOTS = 2;
+constexpr float LN_2 = 0.6931471805599453f;
 
 using QueryTile = tile::Panels<TILE_M, HEAD_DIM>;
 using KeyTile = tile::Panels<TILE_N, HEAD_DIM>;
@@ -57,7 +67,9 @@ struct ForwardParameters {
   int batches;
   int row_tiles, work_items;
   int section;  // heads whose K and V share the L2
-  float scale, factor;  // factor = scale * log2(e)
+  float factor;  // scale * log2(e)
+  const float2 *turns;  // (cos, sin) [position][HEAD_DIM / 2]; the last query row is at the last key's position
+  const float *slope;   // [head], in units of unscaled scores
 };
 
 // ---- Shared memory ---------------------------------------------------------------------------------------------
@@ -65,7 +77,11 @@ struct ForwardParameters {
 constexpr uint32_t QUERY_AT = 0;
 constexpr uint32_t KEY_AT = QUERY_AT + QueryTile::BYTES;
 constexpr uint32_t VALUE_AT = KEY_AT + STAGES * KeyTile::BYTES;
-constexpr uint32_t BARRIERS_AT = VALUE_AT + STAGES * KeyTile::BYTES;
+constexpr uint32_t NARROW_QUERY_BYTES = TERM == COLUMNS ? TILE_M * tile::NARROW_ROW_BYTES : 0;
+constexpr uint32_t NARROW_KEY_BYTES = TERM == COLUMNS ? TILE_N * tile::NARROW_ROW_BYTES : 0;
+constexpr uint32_t NARROW_QUERY_AT = VALUE_AT + STAGES * KeyTile::BYTES;
+constexpr uint32_t NARROW_KEY_AT = NARROW_QUERY_AT + NARROW_QUERY_BYTES;
+constexpr uint32_t BARRIERS_AT = NARROW_KEY_AT + STAGES * NARROW_KEY_BYTES;
 
 struct Barriers {
   uint64_t query_full, query_empty;
@@ -123,6 +139,7 @@ __device__ __forceinline__ void load_tile(uint32_t destination, const void *map,
 
 struct Ring {
   uint32_t tiles, full, empty;
+  uint32_t narrow_tiles;  // of the keys, if a term rides in more columns
   tile::RingPlace<STAGES> place;
 
   __device__ __forceinline__ void load(const void *map, int row, int head, int batch) {
@@ -131,12 +148,35 @@ struct Ring {
     load_tile<TILE_N>(tiles + place.stage * KeyTile::BYTES, map, full + 8 * place.stage, row, head, batch);
     place.advance();
   }
+
+  __device__ __forceinline__ void load(const void *map, const void *narrow_map, int row, int head, int batch) {
+    if constexpr (TERM == COLUMNS) {
+      ptx::mbarrier_wait(empty + 8 * place.stage, place.phase ^ 1);
+      ptx::mbarrier_expect(full + 8 * place.stage, NARROW_KEY_BYTES);
+      ptx::tma_load_4d(narrow_tiles + place.stage * NARROW_KEY_BYTES, narrow_map, full + 8 * place.stage, 0, row, head,
+                       batch);
+    }
+    load(map, row, head, batch);
+  }
 };
 
-__device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t base, const void *query_map,
-                                        const void *key_map, const void *value_map) {
-  Ring keys{base + KEY_AT, AFC_BARRIER(key_full), AFC_BARRIER(key_empty), {}};
-  Ring values{base + VALUE_AT, AFC_BARRIER(value_full), AFC_BARRIER(value_empty), {}};
+struct Maps {
+  const void *query, *key, *value, *narrow_query, *narrow_key;
+};
+
+__device__ __forceinline__ void load_query(const Maps &maps, uint32_t base, const WorkItem &item) {
+  const uint32_t barrier = AFC_BARRIER(query_full);
+  ptx::mbarrier_arrive_expect(barrier, QueryTile::BYTES + NARROW_QUERY_BYTES);
+  load_tile<TILE_M>(base + QUERY_AT, maps.query, barrier, item.row_tile * TILE_M, item.head, item.batch);
+  if constexpr (TERM == COLUMNS) {
+    ptx::tma_load_4d(base + NARROW_QUERY_AT, maps.narrow_query, barrier, 0, item.row_tile * TILE_M, item.head,
+                     item.batch);
+  }
+}
+
+__device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t base, const Maps &maps) {
+  Ring keys{base + KEY_AT, AFC_BARRIER(key_full), AFC_BARRIER(key_empty), base + NARROW_KEY_AT, {}};
+  Ring values{base + VALUE_AT, AFC_BARRIER(value_full), AFC_BARRIER(value_empty), 0, {}};
   tile::RingPlace<WORK_SLOTS> work;
   uint32_t query_phase = 0;
   int index = static_cast<int>(blockIdx.x);
@@ -148,17 +188,15 @@ __device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t bas
     const WorkItem item = work_item(p, index);
     const int key_head = item.head / p.group;
     if (item.steps > 0) {
-      keys.load(key_map, (item.steps - 1) * TILE_N, key_head, item.batch);
+      keys.load(maps.key, maps.narrow_key, (item.steps - 1) * TILE_N, key_head, item.batch);
       ptx::mbarrier_wait(AFC_BARRIER(query_empty), query_phase ^ 1);
-      ptx::mbarrier_arrive_expect(AFC_BARRIER(query_full), QueryTile::BYTES);
-      load_tile<TILE_M>(base + QUERY_AT, query_map, AFC_BARRIER(query_full), item.row_tile * TILE_M, item.head,
-                        item.batch);
+      load_query(maps, base, item);
       query_phase ^= 1;
       for (int n = item.steps - 1; n > 0; --n) {
-        keys.load(key_map, (n - 1) * TILE_N, key_head, item.batch);
-        values.load(value_map, n * TILE_N, key_head, item.batch);
+        keys.load(maps.key, maps.narrow_key, (n - 1) * TILE_N, key_head, item.batch);
+        values.load(maps.value, n * TILE_N, key_head, item.batch);
       }
-      values.load(value_map, 0, key_head, item.batch);
+      values.load(maps.value, 0, key_head, item.batch);
     }
     if constexpr (SCHEDULE == PERSISTENT) {
       ptx::mbarrier_wait(AFC_BARRIER(work_empty) + 8 * work.stage, work.phase ^ 1);
@@ -183,12 +221,17 @@ using Scores = float[TILE_N / 2];
 using Probabilities = uint32_t[TILE_N / 4];
 using Output = float[HEAD_DIM / 2];
 
-__device__ __forceinline__ void issue_scores(Scores &score, uint32_t query, uint32_t key) {
+__device__ __forceinline__ void issue_scores(Scores &score, uint32_t query, uint32_t key, uint32_t narrow_query,
+                                             uint32_t narrow_key) {
 #pragma unroll
   for (int k = 0; k < HEAD_DIM / 16; ++k) {
     ptx::Wgmma<TILE_N>::ss_bf16<0, 0>(score,
                                       tile::descriptor(query + tile::along_columns<QueryTile::PANEL_BYTES>(k)),
                                       tile::descriptor(key + tile::along_columns<KeyTile::PANEL_BYTES>(k)), k > 0);
+  }
+  if constexpr (TERM == COLUMNS) {
+    ptx::Wgmma<TILE_N>::ss_bf16<0, 0>(score, tile::narrow_descriptor(narrow_query),
+                                      tile::narrow_descriptor(narrow_key), 1);
   }
   ptx::wgmma_commit();
 }
@@ -233,12 +276,15 @@ struct Consumer {
   const ForwardParameters &p;
   uint32_t base;
   int group;  // warpgroup among the consumers
-  uint32_t query_low, key_low, value_low;
+  uint32_t query_low, key_low, value_low, narrow_query_low, narrow_key_low;
   tile::RingPlace<STAGES> key, value;
   uint32_t query_phase = 0;
 
   __device__ __forceinline__ uint32_t key_stage() const {
     return key_low + key.stage * static_cast<uint32_t>(KeyTile::BYTES >> 4);
+  }
+  __device__ __forceinline__ uint32_t narrow_key_stage() const {
+    return narrow_key_low + key.stage * (NARROW_KEY_BYTES >> 4);
   }
   __device__ __forceinline__ uint32_t value_stage() const {
     return value_low + value.stage * static_cast<uint32_t>(KeyTile::BYTES >> 4);
@@ -267,6 +313,35 @@ struct Consumer {
     tile::mask_from(score, limit);
   }
 
+  __device__ __forceinline__ void add_term(Scores &score, const WorkItem &item, int n) {
+    if constexpr (TERM == PER_SCORE) {
+      const float slope = __ldg(p.slope + item.head);
+      const float start = static_cast<float>(n * TILE_N + static_cast<int>(threadIdx.x % 4) * 2);
+#pragma unroll
+      for (int i = 0; i < TILE_N / 2; ++i) {
+        score[i] = fmaf(slope, start + static_cast<float>(i / 4 * 8 + i % 2), score[i]);
+      }
+    }
+  }
+
+  // In shared memory, each warp its 16 rows; the product reads the rows of all four.
+  __device__ __forceinline__ void rotate_query(const WorkItem &item) {
+    if constexpr (ROTATE) {
+      const int first = group * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
+      const int row = item.row_tile * TILE_M + first;
+      tile::rotate_rows<TILE_M, HEAD_DIM>(base + QUERY_AT + first * 128, p.turns, row + p.columns - p.rows,
+                                          p.rows - row);
+      ptx::proxy_fence_shared();
+      if (group == 0) {
+        ptx::barrier_sync<4, WARPGROUP>();
+      } else if (group == 1) {
+        ptx::barrier_sync<5, WARPGROUP>();
+      } else {
+        ptx::barrier_sync<6, WARPGROUP>();
+      }
+    }
+  }
+
   // One step with the products of two steps in flight: the scores of tile n, and the output of the tile before.
   template <bool FREE>
   __device__ __forceinline__ void step(const WorkItem &item, int n, Scores &score, Probabilities &probability,
@@ -279,7 +354,7 @@ struct Consumer {
     ptx::wgmma_hold(output);
     ptx::wgmma_hold(probability);
     ptx::wgmma_fence();
-    issue_scores(score, query_low, key_stage());
+    issue_scores(score, query_low, key_stage(), narrow_query_low, narrow_key_stage());
     if constexpr (OVERLAP) {
       wait_value();
       ptx::wgmma_fence();
@@ -291,20 +366,35 @@ struct Consumer {
     ptx::wgmma_hold(score);
     ptx::wgmma_wait<OVERLAP ? 1 : 0>();
     ptx::wgmma_hold(score);
+    add_term(score, item, n);
     if constexpr (!FREE) {
       mask(score, item, n);
     }
-    if constexpr (FREE && STALE) {
+    if constexpr (FREE && MAXIMUM != EXACT) {
+      const auto recompute = [&](Scores &again) {
+        const uint32_t rows = (static_cast<uint32_t>(group) * 64 + threadIdx.x / 32 % 4 * 16) * 128;
+        tile::warp_scores<TILE_M, TILE_N, HEAD_DIM>(again, base + QUERY_AT + rows,
+                                                    base + KEY_AT + key.stage * KeyTile::BYTES);
+        if constexpr (TERM == COLUMNS) {
+          tile::add_narrow_scores<TILE_N>(again, base + NARROW_QUERY_AT + rows / 128 * tile::NARROW_ROW_BYTES,
+                                          base + NARROW_KEY_AT + key.stage * NARROW_KEY_BYTES);
+        }
+        add_term(again, item, n);
+      };
       float grown[2], added[2];
-      softmax.stale(score, p.factor, grown, added);
+      if constexpr (MAXIMUM == STALE) {
+        softmax.stale(score, p.factor, grown, added);
+      } else {
+        tile::exponentials(score, p.factor, softmax.shift, added);
+      }
       tile::schedule_after(added[0], added[1]);
       finish_output(output, probability);
-      if (softmax.outgrown(grown, p.factor)) {
-        softmax.rebase(score, output, p.factor, grown, added, [&](Scores &again) {
-          const uint32_t rows = (static_cast<uint32_t>(group) * 64 + threadIdx.x / 32 % 4 * 16) * 128;
-          tile::warp_scores<TILE_M, TILE_N, HEAD_DIM>(again, base + QUERY_AT + rows,
-                                                      base + KEY_AT + key.stage * KeyTile::BYTES);
-        });
+      if constexpr (MAXIMUM == STALE) {
+        if (softmax.outgrown(grown, p.factor)) {
+          softmax.rebase(score, output, p.factor, grown, added, recompute);
+        }
+      } else if (softmax.overgrown(added)) {
+        softmax.reduce(score, output, p.factor, added, recompute);
       }
       softmax.sum[0] += added[0];
       softmax.sum[1] += added[1];
@@ -338,11 +428,12 @@ struct Consumer {
     wait_key();
     ptx::wgmma_hold(score);
     ptx::wgmma_fence();
-    issue_scores(score, query_low, key_stage());
+    issue_scores(score, query_low, key_stage(), narrow_query_low, narrow_key_stage());
     ptx::wgmma_hold(score);
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(score);
     release_key();
+    add_term(score, item, n);
     mask(score, item, n);
     float correction[2];
     softmax.exact<true>(score, p.factor, correction);
@@ -367,14 +458,17 @@ struct Consumer {
     Probabilities probability;
     ptx::mbarrier_wait(AFC_BARRIER(query_full), query_phase);
     query_phase ^= 1;
+    rotate_query(item);
     int n = item.steps - 1;
     if constexpr (OVERLAP) {
       first_scores(item, n, score, probability, softmax);
       --n;
     }
+    if constexpr (CAUSAL || !PEEL || !OVERLAP) {
 #pragma unroll 1
-    for (; n >= item.free_steps; --n) {
-      step<false>(item, n, score, probability, output, softmax);
+      for (; n >= item.free_steps; --n) {
+        step<false>(item, n, score, probability, output, softmax);
+      }
     }
     if constexpr (PEEL) {
 #pragma unroll 1
@@ -402,7 +496,7 @@ struct Consumer {
       tile::store_row(out, valid, output, half, inverse);
       if (valid && lane % 4 == 0) {
         const int64_t at = static_cast<int64_t>(item.batch * p.heads + item.head) * p.rows + row;
-        p.lse[at] = sum > 0.0f ? softmax.maximum[half] * p.scale + __logf(sum) : tile::MINUS_INFINITY;
+        p.lse[at] = sum > 0.0f ? softmax.shift[half] * LN_2 + __logf(sum) : tile::MINUS_INFINITY;
       }
     }
   }
@@ -459,7 +553,8 @@ __device__ __forceinline__ void initialise_barriers(uint32_t base) {
 // Dynamic shared memory: BARRIERS_AT + sizeof(Barriers) bytes, the start at a multiple of 1024.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ ForwardParameters parameters, const __grid_constant__ TensorMap query_map,
-            const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map) {
+            const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+            const __grid_constant__ TensorMap narrow_query_map, const __grid_constant__ TensorMap narrow_key_map) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t base = ptx::shared_address(shared);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
@@ -473,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp < 4) {
     ptx::registers_decrease<PRODUCER_REGISTERS>();
     if (warp == 0 && ptx::elect_one()) {
-      produce(parameters, base, &query_map, &key_map, &value_map);
+      produce(parameters, base, {&query_map, &key_map, &value_map, &narrow_query_map, &narrow_key_map});
     }
   } else {
     ptx::registers_increase<CONSUMER_REGISTERS>();
@@ -484,8 +579,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       tile::descriptor_low<QueryTile::PANEL_BYTES>(base + QUERY_AT + group * 64 * 128),
                       tile::descriptor_low<KeyTile::PANEL_BYTES>(base + KEY_AT),
                       tile::descriptor_low<KeyTile::PANEL_BYTES>(base + VALUE_AT),
+                      tile::descriptor_low<0>(base + NARROW_QUERY_AT + group * 64 * tile::NARROW_ROW_BYTES),
+                      tile::descriptor_low<0>(base + NARROW_KEY_AT),
                       {},
                       {}};
     consumer.run();
+  }
+}
+
+// Rotates (batch, position, head, HEAD_DIM) keys, contiguous, into a tensor of the same shape: eight pairs a thread.
+extern "C" __global__ void __launch_bounds__(256)
+    rotate_keys(const uint4 *keys, uint4 *rotated, const float2 *turns, int columns, int heads, int64_t rows) {
+  constexpr int CHUNKS = HEAD_DIM / 16;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  const int64_t row = index / CHUNKS;
+  const int chunk = static_cast<int>(index % CHUNKS);
+  if (row < rows) {
+    const int64_t at = row * 2 * CHUNKS + chunk;
+    uint4 first = keys[at], second = keys[at + CHUNKS];
+    tile::rotate_chunk(first, second, turns + row / heads % columns * (HEAD_DIM / 2) + 8 * chunk);
+    rotated[at] = first;
+    rotated[at + CHUNKS] = second;
   }
 }

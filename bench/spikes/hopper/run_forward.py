@@ -11,11 +11,12 @@ import argparse
 import ctypes
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,9 @@ from bench.protocol import CudaClock, Protocol, measure
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("forward.cu")
 GRID_ORDER, GRID_LONGEST_FIRST, PERSISTENT = 0, 1, 2
+EXACT, STALE, WATCHED = 0, 1, 2
+NONE, PER_SCORE, COLUMNS = 0, 1, 2
+NARROW = 16
 SEARCH = Protocol(
     burst_rounds=3, idle_ms=100, burst_ms=12, sustained_rounds=1, settle_ms=80, sustained_ms=60, quick=True
 )
@@ -46,13 +50,24 @@ class Candidate:
     overlap: int = 1
     ping_pong: int = 0
     peel: int = 1
-    stale: int = 0
+    maximum: int = 0
     schedule: int = PERSISTENT
+    rotate: int = 0
+    term: int = NONE
 
     @property
     def name(self) -> str:
         """Unique, and readable in a table."""
-        switches = {"ov": self.overlap, "pp": self.ping_pong, "peel": self.peel, "stale": self.stale}
+        switches = {
+            "ov": self.overlap,
+            "pp": self.ping_pong,
+            "peel": self.peel,
+            "rotate": self.rotate,
+            "stale": self.maximum == STALE,
+            "watched": self.maximum == WATCHED,
+            "per_score": self.term == PER_SCORE,
+            "columns": self.term == COLUMNS,
+        }
         flags = "-".join(word for word, on in switches.items() if on) or "bare"
         mask = "causal" if self.causal else "full"
         tile = f"{64 * self.consumers}x{self.tile_n}"
@@ -61,7 +76,8 @@ class Candidate:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the tiles, and the barriers after them."""
-        return 2 * self.head_dim * (64 * self.consumers + 2 * self.stages * self.tile_n) + 256
+        narrow = 2 * NARROW * (64 * self.consumers + self.stages * self.tile_n) if self.term == COLUMNS else 0
+        return 2 * self.head_dim * (64 * self.consumers + 2 * self.stages * self.tile_n) + narrow + 256
 
     def defines(self) -> list[str]:
         """The switches, for the compiler."""
@@ -79,28 +95,43 @@ def stages_of_design(causal: int = 1) -> list[Candidate]:
         Candidate(**base, schedule=GRID_LONGEST_FIRST),
         Candidate(**base),
         Candidate(**base, ping_pong=1),
-        Candidate(**base, stale=1),
-        Candidate(**base, stale=1, ping_pong=1),
+        Candidate(**base, maximum=STALE),
+        Candidate(**base, maximum=STALE, ping_pong=1),
+        Candidate(**base, maximum=WATCHED),
+        Candidate(**base, maximum=WATCHED, ping_pong=1),
     ]
 
 
 def tiles(causal: int) -> list[Candidate]:
-    """The tile search, with the plain and the stale maximum."""
+    """The tile search, under each way to treat the maximum."""
     shapes = [(128, 2, n) for n in (112, 128, 144, 160, 176, 192)] + [(128, 3, 80), (128, 3, 64)]
     shapes += [(64, 3, n) for n in (64, 96, 112, 128)] + [(64, 2, n) for n in (128, 160, 192)]
     found = [
-        Candidate(d, consumers, n, causal=causal, stale=stale)
+        Candidate(d, consumers, n, causal=causal, maximum=maximum)
         for d, consumers, n in shapes
-        for stale in (0, 1)
+        for maximum in (EXACT, STALE, WATCHED)
     ]
-    deeper = [Candidate(d, c, n, stages, causal) for d, c, n, stages in ((128, 2, 112, 3), (64, 3, 128, 3))]
-    turns = [Candidate(64, consumers, 128, causal=causal, ping_pong=1) for consumers in (2, 3)]
-    return found + deeper + turns
+    deeper = [(128, 2, 112, 3), (128, 3, 80, 3), (128, 3, 80, 4), (64, 3, 128, 3), (64, 3, 128, 4)]
+    found += [Candidate(d, c, n, stages, causal, maximum=WATCHED) for d, c, n, stages in deeper]
+    found += [
+        Candidate(128, 3, 80, causal=causal, schedule=s, maximum=WATCHED) for s in (GRID_LONGEST_FIRST,)
+    ]
+    return found + [Candidate(64, 3, 128, causal=causal, ping_pong=1, maximum=m) for m in (EXACT, WATCHED)]
+
+
+def additions() -> list[Candidate]:
+    """Rotary embedding of q in the kernel, and a term that is linear in the column, in both forms."""
+    tiles = ((2, 128, EXACT), (2, 128, WATCHED), (3, 80, WATCHED))
+    found = []
+    for consumers, n, maximum in tiles:
+        plain = Candidate(128, consumers, n, maximum=maximum)
+        found += [replace(plain, rotate=1), replace(plain, term=PER_SCORE), replace(plain, term=COLUMNS)]
+    return found
 
 
 def candidates() -> list[Candidate]:
     """All builds, each once."""
-    return list(dict.fromkeys([*stages_of_design(), *tiles(1), *tiles(0), *stages_of_design(0)[5:]]))
+    return list(dict.fromkeys([*stages_of_design(), *tiles(1), *tiles(0), *additions()]))
 
 
 # ---- Build ---------------------------------------------------------------------------------------------
@@ -158,8 +189,9 @@ class Parameters(ctypes.Structure):
         ("row_tiles", ctypes.c_int),
         ("work_items", ctypes.c_int),
         ("section", ctypes.c_int),
-        ("scale", ctypes.c_float),
         ("factor", ctypes.c_float),
+        ("turns", ctypes.c_uint64),
+        ("slope", ctypes.c_uint64),
     ]
 
 
@@ -167,6 +199,9 @@ class Cuda:
     """The few driver calls needed, in the context that PyTorch made."""
 
     def __init__(self) -> None:
+        import torch
+
+        torch.zeros(1, device="cuda")  # makes the context
         self.library = ctypes.CDLL("libcuda.so.1")
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -175,16 +210,17 @@ class Cuda:
         if code:
             raise RuntimeError(f"{name}: error {code}")
 
-    def load(self, cubin: Path, shared_bytes: int) -> ctypes.c_void_p:
-        """The kernel of a cubin, allowed its shared memory."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    def load(self, cubin: Path, shared_bytes: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """The kernels of a cubin: forward, allowed its shared memory, and rotate_keys."""
+        module, forward, rotate = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), cubin.read_bytes())
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, b"forward")
-        self.call("cuFuncSetAttribute", function, 8, shared_bytes)
-        return function
+        self.call("cuModuleGetFunction", ctypes.byref(forward), module, b"forward")
+        self.call("cuModuleGetFunction", ctypes.byref(rotate), module, b"rotate_keys")
+        self.call("cuFuncSetAttribute", forward, 8, shared_bytes)
+        return forward, rotate
 
     def tensor_map(self, tensor: Any, box_rows: int) -> ctypes.Array[ctypes.c_char]:
-        """Map of a (batch, row, head, column) bf16 tensor: boxes of 64 columns, 128-byte swizzle."""
+        """Map of a (batch, row, head, column) bf16 tensor: boxes of 64 columns (16, if it has no more)."""
         batch, rows, heads, columns = tensor.shape
         memory = ctypes.create_string_buffer(192)
         start = -ctypes.addressof(memory) % 64
@@ -198,10 +234,10 @@ class Cuda:
             ctypes.c_void_p(tensor.data_ptr()),
             (ctypes.c_uint64 * 4)(columns, rows, heads, batch),
             (ctypes.c_uint64 * 3)(*strides),
-            (ctypes.c_uint32 * 4)(64, box_rows, 1, 1),
+            (ctypes.c_uint32 * 4)(min(columns, 64), box_rows, 1, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             0,  # no interleave
-            3,  # 128-byte swizzle
+            1 if columns == NARROW else 3,  # 32-byte or 128-byte swizzle
             3,  # L2 promotion to 256 bytes
             0,  # zeros outside
         )
@@ -215,7 +251,7 @@ class Kernel:
         import torch
 
         self.cuda, self.candidate = cuda, candidate
-        self.function = cuda.load(folder / f"{candidate.name}.cubin", candidate.shared_bytes)
+        self.forward, self.rotate = cuda.load(folder / f"{candidate.name}.cubin", candidate.shared_bytes)
         self.counter = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def bind(
@@ -224,11 +260,10 @@ class Kernel:
         """A call that launches on the current stream, all prepared. The scale is 1 / sqrt(head_dim)."""
         import torch
 
-        c = self.candidate
+        c, extras = self.candidate, Extras.of(q, k)
         batch, rows, heads, head_dim = q.shape
         group = heads // k.shape[2]
         tiles_m = -(-rows // (64 * c.consumers))
-        scale = 1.0 / math.sqrt(head_dim)
         if section is None:
             section = group << max(0, (L2_BYTES // (k.shape[1] * head_dim * 4)).bit_length() - 1)
         items = tiles_m * heads * batch
@@ -236,22 +271,90 @@ class Kernel:
             out.data_ptr(), lse.data_ptr(), self.counter.data_ptr(),
             out.stride(0), out.stride(1), out.stride(2),
             rows, k.shape[1], heads, group, batch, tiles_m, items, min(section, heads * batch),
-            scale, scale * math.log2(math.e),
+            math.log2(math.e) / math.sqrt(head_dim), extras.turns.data_ptr(), extras.slope.data_ptr(),
         )  # fmt: skip
-        boxes = ((q, 64 * c.consumers), (k, c.tile_n), (v, c.tile_n))
+        keys = torch.empty_like(k) if c.rotate else k
+        boxes = [(q, 64 * c.consumers), (keys, c.tile_n), (v, c.tile_n)]
+        boxes += [(extras.narrow_q, 64 * c.consumers), (extras.narrow_k, c.tile_n)]
         held = [parameters, *(self.cuda.tensor_map(tensor, box_rows) for tensor, box_rows in boxes)]
-        pointers = (ctypes.c_void_p * 4)(*(ctypes.addressof(x) for x in held))
+        pointers = (ctypes.c_void_p * 6)(*(ctypes.addressof(x) for x in held))
         grid = min(BLOCKS, items) if c.schedule == PERSISTENT else items
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        threads = 128 * (c.consumers + 1)
-
-        shape = (grid, 1, 1, threads, 1, 1, c.shared_bytes)
+        shape = (grid, 1, 1, 128 * (c.consumers + 1), 1, 1, c.shared_bytes, stream, pointers, None)
+        rotate = self._rotation(k, keys, extras.turns, stream) if c.rotate else None
 
         def launch() -> None:
-            self.cuda.call("cuLaunchKernel", self.function, *shape, stream, pointers, None)
+            if rotate:
+                rotate()
+            self.cuda.call("cuLaunchKernel", self.forward, *shape)
 
-        launch.held = (held, pointers, q, k, v, out, lse)  # type: ignore[attr-defined]
+        launch.held = (held, extras, keys, q, k, v, out, lse)  # type: ignore[attr-defined]
         return launch
+
+    def _rotation(self, k: Any, rotated: Any, turns: Any, stream: ctypes.c_void_p) -> Callable[[], None]:
+        if not k.is_contiguous():
+            raise ValueError(f"k: expected contiguous keys to rotate, got strides {k.stride()}")
+        batch, columns, heads, head_dim = k.shape
+        rows = batch * columns * heads
+        values = [ctypes.c_uint64(t.data_ptr()) for t in (k, rotated, turns)]
+        scalars = (ctypes.c_int(columns), ctypes.c_int(heads), ctypes.c_int64(rows))
+        pointers = (ctypes.c_void_p * 6)(*(ctypes.addressof(x) for x in (*values, *scalars)))
+        grid = -(-rows * head_dim // 16 // 256)
+
+        def launch() -> None:
+            self.cuda.call("cuLaunchKernel", self.rotate, grid, 1, 1, 256, 1, 1, 0, stream, pointers, None)
+
+        launch.held = (values, scalars)  # type: ignore[attr-defined]
+        return launch
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the additions read: (cos, sin) by position, and a slope per head, also as 16 more columns."""
+
+    turns: Any  # float32 (positions, head_dim / 2, 2)
+    slope: Any  # float32 (head,), in units of unscaled scores
+    narrow_q: Any
+    narrow_k: Any
+
+    @staticmethod
+    def of(q: Any, k: Any) -> Extras:
+        """For tensors (batch, row, head, column). The slope times a column is a sum of exact bf16 products.
+
+        A column below 65536 is 256 a + b, and three bf16 pieces hold the slope to 24 bits, so six of the
+        sixteen columns are used.
+        """
+        import torch
+
+        batch, rows, heads, head_dim = q.shape
+        columns, key_heads = k.shape[1], k.shape[2]
+        half = torch.arange(head_dim // 2, device="cuda", dtype=torch.float64)
+        angle = torch.outer(torch.arange(columns, device="cuda").double(), 10000.0 ** (-2 * half / head_dim))
+        turns = torch.stack((angle.cos(), angle.sin()), -1).float().contiguous()
+        slope = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device="cuda") / heads) * math.sqrt(head_dim)
+        left, pieces = slope.clone(), []
+        for _ in range(3):
+            pieces += [left.bfloat16()] * 2
+            left = left - pieces[-1].float()
+        narrow_q = torch.zeros(1, 1, heads, NARROW, dtype=torch.bfloat16, device="cuda")
+        narrow_q[0, 0, :, :6] = torch.stack(pieces, -1)
+        column = torch.arange(columns, device="cuda")
+        narrow_k = torch.zeros(1, columns, 1, NARROW, dtype=torch.bfloat16, device="cuda")
+        narrow_k[0, :, 0, :6] = torch.stack([column % 256, column // 256 * 256] * 3, -1).bfloat16()
+        wide_q = narrow_q.expand(batch, rows, heads, NARROW)
+        return Extras(turns, slope, wide_q, narrow_k.expand(batch, columns, key_heads, NARROW))
+
+
+def rotated(x: Any, turns: Any, first: int) -> Any:
+    """float64 rows (batch, row, head, column), row 0 at position `first`; those before position 0 unturned."""
+    import torch
+
+    start = max(0, -first)
+    turn = turns[first + start : first + x.shape[1]].double()[None, :, None]
+    low, high = x[:, start:].double().chunk(2, -1)
+    cos, sin = turn[..., 0], turn[..., 1]
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    return torch.cat((x[:, :start].double(), turned), 1)
 
 
 def load(folder: Path) -> Iterator[Candidate]:
@@ -263,16 +366,21 @@ def load(folder: Path) -> Iterator[Candidate]:
 # ---- Check ---------------------------------------------------------------------------------------------
 
 
-def reference(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+def reference(q: Any, k: Any, v: Any, candidate: Candidate) -> tuple[Any, Any]:
     """float64 attention of (batch, row, head, column) tensors: output, and log-sum-exp (batch, head, row)."""
     import torch
 
-    group = q.shape[2] // k.shape[2]
+    extras, group = Extras.of(q, k), q.shape[2] // k.shape[2]
+    rows, columns = q.shape[1], k.shape[1]
+    if candidate.rotate:
+        q, k = rotated(q, extras.turns, columns - rows), rotated(k, extras.turns, 0)
     qd, kd, vd = (t.double().transpose(1, 2) for t in (q, k, v))
     kd, vd = (t.repeat_interleave(group, 1) for t in (kd, vd))
-    score = qd @ kd.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        rows, columns = score.shape[-2:]
+    score = qd @ kd.transpose(-1, -2)
+    if candidate.term:
+        score += extras.slope.double()[:, None, None] * torch.arange(columns, device="cuda")
+    score /= math.sqrt(q.shape[-1])
+    if candidate.causal:
         live = torch.ones(rows, columns, dtype=torch.bool, device="cuda").tril(columns - rows)
         score.masked_fill_(~live, -math.inf)
     lse = score.logsumexp(-1)
@@ -301,17 +409,25 @@ SHAPES = (
 )
 
 
-@lru_cache(maxsize=128)
-def problem(shape: tuple[int, ...], head_dim: int, causal: bool, data: str) -> tuple[Any, ...]:
+@lru_cache(maxsize=256)
+def problem(shape: tuple[int, ...], plain: Candidate, data: str) -> tuple[Any, ...]:
     """q, k, v, and what is expected. Keys may grow towards the first ones, which a kernel reads last."""
     import torch
 
     batch, heads, key_heads, rows, columns = shape
     torch.manual_seed(rows * 7 + columns)
-    q = beyond(batch, rows, heads, head_dim)
-    k, v = (beyond(batch, columns, key_heads, head_dim) for _ in range(2))
+    q = beyond(batch, rows, heads, plain.head_dim)
+    k, v = (beyond(batch, columns, key_heads, plain.head_dim) for _ in range(2))
     k[:, : max(1, columns // 3) : 97] *= {"normal": 1.0, "rise": 6.0, "jump": 400.0}[data]
-    return (q, k, v, *reference(q, k, v, causal))
+    if plain.rotate:
+        k = k.contiguous()
+    return (q, k, v, *reference(q, k, v, plain))
+
+
+def function_of(candidate: Candidate) -> Candidate:
+    """A candidate that stands for all that compute the same function."""
+    term = min(candidate.term, 1)
+    return Candidate(candidate.head_dim, 2, 128, causal=candidate.causal, rotate=candidate.rotate, term=term)
 
 
 def check_one(kernel: Kernel, shape: tuple[int, ...], data: str) -> float:
@@ -320,7 +436,7 @@ def check_one(kernel: Kernel, shape: tuple[int, ...], data: str) -> float:
 
     batch, heads, _, rows, _ = shape
     d = kernel.candidate.head_dim
-    q, k, v, expected, expected_lse = problem(shape, d, bool(kernel.candidate.causal), data)
+    q, k, v, expected, expected_lse = problem(shape, function_of(kernel.candidate), data)
     out = torch.full((batch, rows + 5, heads, d), math.nan, dtype=torch.bfloat16, device="cuda")
     lse = torch.full((batch, heads, rows), math.nan, device="cuda")
     launch = kernel.bind(q, k, v, out[:, :rows], lse)
@@ -343,7 +459,7 @@ def check(folder: Path, limit: float = 8e-3) -> int:
     cuda, failed = Cuda(), 0
     for candidate in load(folder):
         kernel = Kernel(cuda, folder, candidate)
-        kinds = ("normal", "rise", "jump") if candidate.stale else ("normal",)
+        kinds = ("normal", "rise", "jump") if candidate.maximum else ("normal",)
         errors = {(data, shape): check_one(kernel, shape, data) for data in kinds for shape in SHAPES}
         bad = {key: error for key, error in errors.items() if not error < limit}
         failed += bool(bad)
@@ -443,12 +559,13 @@ def report(name: str, rows: dict[str, dict[str, float]]) -> None:
         print(f"  {system:52s} {regimes['burst']:7.1f} {regimes['sustained']:7.1f}", flush=True)
 
 
-def search(folder: Path, names: list[str]) -> dict[str, Any]:
-    """All candidates that fit each cell, briefly."""
+def search(folder: Path, names: list[str], keep: str) -> dict[str, Any]:
+    """All candidates that fit each cell and whose name matches, briefly."""
     results = {}
     for name in names:
         cell = CELLS[name]
         fit = [c for c in load(folder) if (c.head_dim, c.causal) == (cell.head_dim, cell.causal)]
+        fit = [c for c in fit if re.search(keep, c.name)]
         results[name] = time_cell(folder, name, [(c, None) for c in fit], SEARCH)
     return results
 
@@ -456,7 +573,7 @@ def search(folder: Path, names: list[str]) -> dict[str, Any]:
 def best(results: dict[str, Any], folder: Path, name: str, count: int) -> list[Candidate]:
     """The fastest candidates of a search, by the sum of both regimes."""
     rows = results[name]["tflops"]
-    known = [c for c in load(folder) if c.name in rows]
+    known = [c for c in load(folder) if c.name in rows and not c.rotate and not c.term]
     return sorted(known, key=lambda c: -sum(rows[c.name].values()))[:count]
 
 
@@ -466,24 +583,29 @@ def main() -> int:
     parser.add_argument("action", choices=("build", "check", "time"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("forward.json"))
+    parser.add_argument("--keep", default="", help="regular expression on candidate names")
     parser.add_argument("--search", nargs="*", default=["d128-causal-16k"])
     parser.add_argument("--full", nargs="*", default=[])
     parser.add_argument("--quick", nargs="*", default=[])
+    parser.add_argument("--sections", nargs="*", type=int, default=[])
     options = parser.parse_args()
     if options.action == "build":
         return build(options.folder)
     if options.action == "check":
         return check(options.folder)
-    results = search(options.folder, options.search)
+    results = search(options.folder, options.search, options.keep)
     options.out.write_text(json.dumps(results, indent=1))
-    for names, protocol in ((options.full, Protocol()), (options.quick, QUICK)):
-        for name in names:
-            source = name if name in results else next(n for n in results if n.split("-16k")[0] in name)
-            chosen = [(c, None) for c in best(results, options.folder, source, 2)]
-            results[f"{name} {'full' if protocol == Protocol() else 'quick'}"] = time_cell(
-                options.folder, name, chosen, protocol, twin=True
-            )
-            options.out.write_text(json.dumps(results, indent=1))
+    for name in options.search[:1] if options.sections else []:
+        [winner] = best(results, options.folder, name, 1)
+        sections = [(winner, section) for section in options.sections]
+        results[f"{name} sections"] = time_cell(options.folder, name, sections, SEARCH)
+    for name in options.full + options.quick:
+        source = next(n for n in results if n.rsplit("-", 1)[0] == name.rsplit("-", 1)[0])
+        protocol = Protocol() if name in options.full else QUICK
+        chosen = [(c, None) for c in best(results, options.folder, source, 1)]
+        measured = time_cell(options.folder, name, chosen, protocol, twin=name in options.full)
+        results[f"{name} protocol"] = measured
+        options.out.write_text(json.dumps(results, indent=1))
     return 0
 
 
