@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from afc import options as opt
-from afc import passes, paths
+from afc import passes
 from afc.build import (
     Arch,
     BuildReport,
@@ -127,17 +127,13 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
         cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
         if unit.device_text is not None:
             cuda[f"{unit.symbol}_images"] = tuple(
-                CudaUnit(unit.symbol, unit.device_text, arch, _gpu_headers()) for arch in archs
+                CudaUnit(unit.symbol, unit.device_text, arch) for arch in archs
             )
             entry = replace(
                 entry, description=json.dumps({**json.loads(entry.description), "archs": list(options.archs)})
             )
         entries.append(entry)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
-
-
-def _gpu_headers() -> tuple[Path, ...]:
-    return tuple(paths.runtime() / name for name in ("abi", "ptx", "tile"))
 
 
 def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) -> str:

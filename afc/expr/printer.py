@@ -158,7 +158,7 @@ class Cpp:
         parts = {}
         for position, (slot, argument) in enumerate(zip("abc", expr.args, strict=False)):
             text, precedence = self._print(argument)
-            strict = position > 0 and expr.name in ("sub", "div", "select")
+            strict = position > 0 and expr.name not in ("and", "or")  # a + (b + c) rounds unlike a + b + c
             if infix and (precedence < row.precedence or (strict and precedence == row.precedence)):
                 text = f"({text})"
             if wide and position == 0 and argument.type is Type.INT:

@@ -5,8 +5,8 @@
 #pragma once
 #include <stdint.h>
 
-#include "afc_abi.h"
-#include "afc_run.h"
+#include "abi/afc_abi.h"
+#include "abi/afc_run.h"
 
 using Real = float;
 

@@ -2,9 +2,9 @@
 //
 // The two storage types: how pairs are packed, and which mma multiplies them.
 #pragma once
-#include "convert.cuh"
+#include "ptx/convert.cuh"
 #include "device.cuh"
-#include "mma.cuh"
+#include "ptx/mma.cuh"
 
 namespace tile {
 

@@ -9,7 +9,7 @@
 #include <cuda_fp16.h>
 
 #include "device.cuh"
-#include "math.cuh"
+#include "ptx/math.cuh"
 
 namespace afc {
 

@@ -6,7 +6,7 @@
 // red exists, four and four adjacent.
 #pragma once
 #include "device.cuh"
-#include "reduce.cuh"
+#include "ptx/reduce.cuh"
 
 namespace tile {
 

@@ -9,9 +9,9 @@
 //
 // Other widths use the largest of these whose width divides theirs.
 #pragma once
-#include "cp_async.cuh"
+#include "ptx/cp_async.cuh"
 #include "device.cuh"
-#include "ldmatrix.cuh"
+#include "ptx/ldmatrix.cuh"
 
 namespace tile {
 

@@ -4,7 +4,7 @@
 // block; the four lanes that share a row agree on its maximum at every step and add up its sum only at the end.
 #pragma once
 #include "device.cuh"
-#include "math.cuh"
+#include "ptx/math.cuh"
 
 namespace tile {
 

@@ -182,6 +182,22 @@ def test_integers_are_wide_unless_proven_small() -> None:
     assert Cpp(ranges={"i": Interval(0, 2**20), "j": Interval(0, 2**20)}).text(product) == "int64_t(i) * j"
 
 
+def test_cpp_keeps_the_order_of_operations() -> None:
+    """Neither integer division nor floating-point addition is associative."""
+    a, b, c = (Var(n, Type.FLOAT) for n in "abc")
+    assert Cpp().text(call("add", a, call("add", b, c))) == "a + (b + c)"
+    assert Cpp().text(call("add", call("add", a, b), c)) == "a + b + c"
+    assert Cpp().text(call("mul", a, call("div", b, c))) == "a * (b / c)"
+    assert Cpp().text(call("sub", a, call("add", b, c))) == "a - (b + c)"
+    from afc.render.text import size_text
+
+    tiles = call("floordiv", call("add", Var("M", Type.INT), const(15)), const(16))
+    assert (
+        size_text(call("mul", Var("B", Type.INT), call("mul", tiles, const(8))))
+        == "args.B * ((args.M + 15) / 16 * 8)"
+    )
+
+
 def test_constants_have_the_same_digits_everywhere() -> None:
     frequency = call(
         "pow",

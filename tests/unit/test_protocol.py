@@ -77,7 +77,7 @@ def test_forward_is_clean(consumers: int, stages: int, keys: int, ping_pong: boo
     for store, overlap, slots in (*((s, True, 1) for s in stores), ("registers", False, 2)):
         shape = ForwardShape(consumers, stages, ping_pong, scheduler, store, overlap, slots, keys)  # type: ignore[arg-type]
         protocol = hopper_forward(KEYS, shape)
-        for seed in range(4):
+        for seed in range(3):
             work = random_work(rng, scheduler)
             found = simulate(protocol, work, seed)
             assert found is None, f"{shape}\n{work}\n{found}"
@@ -95,7 +95,7 @@ def test_backward_is_clean(meet: str, dq: str, scheduler: str) -> None:
         for stages, ds, pipeline in plain + pipelined:
             shape = BackwardShape(2, stages, ds, meet, dq, store, pipeline, scheduler)  # type: ignore[arg-type]
             protocol = hopper_backward(QUERIES, shape)
-            for seed in range(4):
+            for seed in range(2):
                 work = random_work(rng, scheduler, heads=(1, 1, 2))
                 found = simulate(protocol, work, seed)
                 assert found is None, f"{shape}\n{work}\n{found}"

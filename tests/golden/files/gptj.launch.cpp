@@ -17,7 +17,14 @@ namespace {
 
 // ---- kernels ---------------------------------------------------------------
 
-enum Kernel { GPTJ_ROTATE_FORWARD, GPTJ_FORWARD, GPTJ_ROTATE_BACKWARD, GPTJ_PREPROCESS, GPTJ_BACKWARD, GPTJ_POSTPROCESS };
+enum Kernel {
+  GPTJ_ROTATE_FORWARD,
+  GPTJ_FORWARD,
+  GPTJ_ROTATE_BACKWARD,
+  GPTJ_PREPROCESS,
+  GPTJ_BACKWARD,
+  GPTJ_POSTPROCESS,
+};
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gptj_rotate_forward", 0, 256},
@@ -34,7 +41,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 int launch(Kernel kernel, int64_t x, int64_t y, const afc_args &args) {
-  if (x > 2147483647) return afc_fail(AFC_BAD_ARGUMENT, "the call needs %lld blocks, more than one grid holds", (long long)x);
+  if (x > 2147483647) {
+    return afc_fail(AFC_BAD_ARGUMENT, "the call needs %lld blocks, more than one grid holds", (long long)x);
+  }
   return afc_gpu_launch(&gpu, kernel, unsigned(x), unsigned(y), 1, &args, 0);
 }
 
@@ -42,10 +51,13 @@ int launch(Kernel kernel, int64_t x, int64_t y, const afc_args &args) {
 
 int check_rows(const char *name, const afc_tensor &tensor, int64_t elements) {
   if (elements == 0) return AFC_OK;
-  const bool unit_stride = tensor.stride[3] == 1, multiples = (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0;
+  const bool unit_stride = tensor.stride[3] == 1;
+  const bool multiples = (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0;
   if (tensor.data == nullptr || (uintptr_t)tensor.data % 16 != 0 || !unit_stride || !multiples) {
-    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected 16-byte aligned rows: a pointer aligned to 16 bytes, strides that are "
-                    "multiples of 8 and a unit last stride", name);
+    return afc_fail(AFC_BAD_ARGUMENT,
+                    "%s: expected 16-byte aligned rows: a pointer aligned to 16 bytes, strides that are "
+                    "multiples of 8 and a unit last stride",
+                    name);
   }
   return AFC_OK;
 }
@@ -54,7 +66,9 @@ int check(const afc_args &args, bool backward) {
   const int64_t q_rows = args.B * args.Hq * args.M, k_rows = args.B * args.Hk * args.N;
   const int64_t q_size = q_rows * 128, k_size = k_rows * 128;
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
-  if (args.flags & AFC_ACCUMULATE) return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  if (args.flags & AFC_ACCUMULATE) {
+    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  }
   if (backward && (args.flags & AFC_DETERMINISTIC)) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
   }
@@ -93,7 +107,7 @@ int64_t place(afc_args &args, bool backward) {
   take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
   take(3, backward, 4 * (args.N * 32));  // k_table
   take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
-  take(5, backward, 4 * (args.B * args.Hq * (args.M + 15) / 16 * 2048));  // dq_sum
+  take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   return at;
 }
 
@@ -101,7 +115,8 @@ int start(afc_args &args, bool backward) {
   if (int status = check(args, backward)) return status;
   const int64_t needed = place(args, backward);
   if (args.workspace_bytes < needed) {
-    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got %lld", (long long)needed, (long long)args.workspace_bytes);
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got %lld", (long long)needed,
+                    (long long)args.workspace_bytes);
   }
   return AFC_OK;
 }

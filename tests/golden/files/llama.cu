@@ -7,12 +7,12 @@
 // rebuild   afc compile llama.attn --emit cu
 // edit      templates/sm80, grammar/prelude
 // ============================================================================
-#include "matmul.cuh"
-#include "softmax.cuh"
-#include "walk.cuh"
-#include "rotation.cuh"
-#include "gradient_sum.cuh"
-#include "functions.cuh"
+#include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
+#include "tile/walk.cuh"
+#include "tile/rotation.cuh"
+#include "tile/gradient_sum.cuh"
+#include "tile/functions.cuh"
 
 using Element = tile::Bf16;  // storage type of q, k, v, o and of the gradients
 

@@ -18,7 +18,14 @@ namespace {
 
 // ---- kernels ---------------------------------------------------------------
 
-enum Kernel { MISTRAL_ROTATE_FORWARD, MISTRAL_FORWARD, MISTRAL_ROTATE_BACKWARD, MISTRAL_PREPROCESS, MISTRAL_BACKWARD, MISTRAL_POSTPROCESS };
+enum Kernel {
+  MISTRAL_ROTATE_FORWARD,
+  MISTRAL_FORWARD,
+  MISTRAL_ROTATE_BACKWARD,
+  MISTRAL_PREPROCESS,
+  MISTRAL_BACKWARD,
+  MISTRAL_POSTPROCESS,
+};
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"mistral_rotate_forward", 0, 256},
@@ -35,7 +42,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 int launch(Kernel kernel, int64_t x, int64_t y, const afc_args &args) {
-  if (x > 2147483647) return afc_fail(AFC_BAD_ARGUMENT, "the call needs %lld blocks, more than one grid holds", (long long)x);
+  if (x > 2147483647) {
+    return afc_fail(AFC_BAD_ARGUMENT, "the call needs %lld blocks, more than one grid holds", (long long)x);
+  }
   return afc_gpu_launch(&gpu, kernel, unsigned(x), unsigned(y), 1, &args, 0);
 }
 
@@ -43,10 +52,13 @@ int launch(Kernel kernel, int64_t x, int64_t y, const afc_args &args) {
 
 int check_rows(const char *name, const afc_tensor &tensor, int64_t elements) {
   if (elements == 0) return AFC_OK;
-  const bool unit_stride = tensor.stride[3] == 1, multiples = (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0;
+  const bool unit_stride = tensor.stride[3] == 1;
+  const bool multiples = (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0;
   if (tensor.data == nullptr || (uintptr_t)tensor.data % 16 != 0 || !unit_stride || !multiples) {
-    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected 16-byte aligned rows: a pointer aligned to 16 bytes, strides that are "
-                    "multiples of 8 and a unit last stride", name);
+    return afc_fail(AFC_BAD_ARGUMENT,
+                    "%s: expected 16-byte aligned rows: a pointer aligned to 16 bytes, strides that are "
+                    "multiples of 8 and a unit last stride",
+                    name);
   }
   return AFC_OK;
 }
@@ -55,7 +67,9 @@ int check(const afc_args &args, bool backward) {
   const int64_t q_rows = args.B * args.Hq * args.M, k_rows = args.B * args.Hk * args.N;
   const int64_t q_size = q_rows * 128, k_size = k_rows * 128;
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
-  if (args.flags & AFC_ACCUMULATE) return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  if (args.flags & AFC_ACCUMULATE) {
+    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  }
   if (backward && (args.flags & AFC_DETERMINISTIC)) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
   }
@@ -67,7 +81,9 @@ int check(const afc_args &args, bool backward) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: this attention captures 0 tensor(s)", n);
     }
   }
-  if (!(args.scalar[0].i > 0 && args.scalar[0].i < 1073741824)) return afc_fail(AFC_BAD_ARGUMENT, "w: expected an int above 0 and below 1073741824");
+  if (!(args.scalar[0].i > 0 && args.scalar[0].i < 1073741824)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "w: expected an int above 0 and below 1073741824");
+  }
   if (int status = check_rows("q", args.q, q_size)) return status;
   if (int status = check_rows("k", args.k, k_size)) return status;
   if (int status = check_rows("v", args.v, v_size)) return status;
@@ -95,7 +111,7 @@ int64_t place(afc_args &args, bool backward) {
   take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
   take(3, backward, 4 * (args.N * 128));  // k_table
   take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
-  take(5, backward, 4 * (args.B * args.Hq * (args.M + 15) / 16 * 2048));  // dq_sum
+  take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   return at;
 }
 
@@ -103,7 +119,8 @@ int start(afc_args &args, bool backward) {
   if (int status = check(args, backward)) return status;
   const int64_t needed = place(args, backward);
   if (args.workspace_bytes < needed) {
-    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got %lld", (long long)needed, (long long)args.workspace_bytes);
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got %lld", (long long)needed,
+                    (long long)args.workspace_bytes);
   }
   return AFC_OK;
 }
