@@ -9,7 +9,9 @@
 // One configuration per cubin:
 //   HEAD_DIM 128 or 64; Q_ROWS queries per step (64, 80 at D128; 128 at D64); CAUSAL 0 or 1
 //   PIPELINED 1: S of the next step and dQ of this one are under way while the softmax of the next step runs
-//   DQ_MODE  0: red.v4 before dP is issued; 1: red.v4 while dP and dV run (P is kept in bf16); 2: bulk reduction
+//   DQ_MODE   0: red.v4 as soon as dQ is complete; 1: pipelined only, red.v4 while dP and dV run; 2: bulk reduction
+//   DQ_SOON   1: pipelined only, dQ is issued before dK has completed
+//   TERMS_EARLY 1: not pipelined, LSE and delta are read before the product they belong to is waited for
 #include <stdint.h>
 
 #include "ptx/backward_sm90.cuh"
@@ -166,6 +168,7 @@ struct Consumer {
 
 using Scores = float[kRows / 2];
 using Packed = uint32_t[kRows / 4];
+using RowTerms = float2[kRows / 8];
 using KeyGradient = float[kHeadDim / 2];
 using QueryGradient = float[kDqCount];
 
@@ -208,16 +211,23 @@ __device__ __forceinline__ void issue_dq(QueryGradient &dq, uint32_t a, uint32_t
   ptx::wgmma_hold(dq);
 }
 
+// This lane's columns of LSE or delta (`at` is the offset of stage 0).
+__device__ __forceinline__ void load_row_terms(const Consumer &c, RowTerms &terms, uint32_t at, int stage) {
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+    terms[j] = ptx::load_shared_x2(c.shared + at + stage * kRows * 4 + c.columns + 32 * j);
+  }
+}
+
 // P^T = 2^(S^T c - LSE): the query is the column.
 template <bool MASKED>
-__device__ __forceinline__ void weigh(const Consumer &c, Scores &s, int stage, int m) {
-  const uint32_t lse = c.shared + kLseAt + stage * kRows * 4 + c.columns;
+__device__ __forceinline__ void weigh(const Consumer &c, Scores &s, const RowTerms &lse, int m) {
   const int base = m * kRows + 2 * (c.lane & 3);
   const int low = c.threshold[0] - base;
   const int high = c.threshold[1] - base;
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
-    const float2 l = ptx::load_shared_x2(lse + 32 * j);
+    const float2 l = lse[j];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float x = fmaf(s[4 * j + i], c.scale_log2, i & 1 ? -l.y : -l.x);
@@ -237,11 +247,10 @@ __device__ __forceinline__ void pack(Packed &packed, const Scores &s) {
 }
 
 // dS^T = P^T (dP^T - delta), into dp.
-__device__ __forceinline__ void differentiate(const Consumer &c, Scores &dp, const Scores &p, const Packed &packed, int stage) {
-  const uint32_t delta = c.shared + kDeltaAt + stage * kRows * 4 + c.columns;
+__device__ __forceinline__ void differentiate(Scores &dp, const Scores &p, const Packed &packed, const RowTerms &delta) {
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
-    const float2 d = ptx::load_shared_x2(delta + 32 * j);
+    const float2 d = delta[j];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t pair = packed[2 * j + i / 2];
@@ -309,7 +318,9 @@ struct Registers {
 // S of `item` is there: its P, in r.s (float32) and r.p (bf16).
 template <bool MASKED>
 __device__ __forceinline__ void weigh_and_pack(const Consumer &c, Registers &r, int item, int m) {
-  weigh<MASKED>(c, r.s, item & 1, m);
+  RowTerms lse;
+  load_row_terms(c, lse, kLseAt, item & 1);
+  weigh<MASKED>(c, r.s, lse, m);
   pack(r.p, r.s);
 }
 
@@ -328,7 +339,9 @@ __device__ __forceinline__ void pipelined_step(const Consumer &c, Registers &r, 
   }
   ptx::wgmma_wait<1>();  // dP
   ptx::wgmma_hold(r.dp);
-  differentiate(c, r.dp, r.s, r.p, stage);
+  RowTerms delta;
+  load_row_terms(c, delta, kDeltaAt, stage);
+  differentiate(r.dp, r.s, r.p, delta);
   pack(r.ds, r.dp);
   store_ds(c, r.ds, item);
   issue_key_gradient(r.dk, r.ds, c.q + stage_rows);
@@ -378,13 +391,26 @@ __device__ __forceinline__ void plain_step(const Consumer &c, Registers &r, int 
   issue_scores(r.s, c.k_rows, c.q + stage_rows);
   ptx::mbarrier_wait(c.shared + kDoFull + 8 * stage, parity);
   issue_scores(r.dp, c.v_rows, c.d_o + stage_rows);
+  RowTerms lse, delta;
+  if (kTermsEarly) {
+    load_row_terms(c, lse, kLseAt, stage);
+  }
   ptx::wgmma_wait<1>();
   ptx::wgmma_hold(r.s);
-  weigh<MASKED>(c, r.s, stage, m);
+  if (!kTermsEarly) {
+    load_row_terms(c, lse, kLseAt, stage);
+  }
+  weigh<MASKED>(c, r.s, lse, m);
   pack(r.p, r.s);
+  if (kTermsEarly) {
+    load_row_terms(c, delta, kDeltaAt, stage);
+  }
   ptx::wgmma_wait<0>();
   ptx::wgmma_hold(r.dp);
-  differentiate(c, r.dp, r.s, r.p, stage);
+  if (!kTermsEarly) {
+    load_row_terms(c, delta, kDeltaAt, stage);
+  }
+  differentiate(r.dp, r.s, r.p, delta);
   pack(r.ds, r.dp);
   if (kDsStages == 1) {
     ptx::barrier_sync<1, 256>();  // both warpgroups are done with dS of the item before
@@ -475,7 +501,10 @@ __device__ __forceinline__ void consume(const Arguments &a, const Work &work, ui
   float *sums = a.dq_sums + (static_cast<int64_t>(work.batch) * a.k_heads + work.key_head) * a.group * head_sums +
                 static_cast<int64_t>(work.first) * kRows * kHeadDim + lane_at;
   ptx::mbarrier_wait(shared + kKFull, 0);
-  if (kPipelined) {
+  const bool empty = work.first >= work.end;  // no query sees these keys: V and Q never come, dK and dV are zero
+  if (empty) {
+    // nothing to wait for
+  } else if (kPipelined) {
     ptx::mbarrier_wait(shared + kQFull, 0);
     issue_scores(r.s, c.k_rows, c.q);
     ptx::mbarrier_wait(shared + kVFull, 0);

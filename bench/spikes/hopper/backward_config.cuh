@@ -11,6 +11,7 @@ constexpr bool kCausal = CAUSAL;
 constexpr bool kPipelined = PIPELINED;
 
 constexpr bool kDqSoon = DQ_SOON;  // dQ is issued before dK has completed
+constexpr bool kTermsEarly = TERMS_EARLY;  // not pipelined: LSE and delta are read before the product is waited for
 
 constexpr int kRedEarly = 0;
 constexpr int kRedLate = 1;

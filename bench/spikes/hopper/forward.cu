@@ -174,6 +174,16 @@ __device__ __forceinline__ void load_query(const Maps &maps, uint32_t base, cons
   }
 }
 
+// The next work item. Drawn one step before the end of the current one: earlier, and a block sits on an item that an
+// idle block could do; later, and the answer is waited for.
+__device__ __forceinline__ int draw_ticket(const ForwardParameters &p) {
+  if constexpr (SCHEDULE == PERSISTENT) {
+    return static_cast<int>(atomicAdd(p.counter, 1u) + gridDim.x);
+  } else {
+    return p.work_items;
+  }
+}
+
 __device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t base, const Maps &maps) {
   Ring keys{base + KEY_AT, AFC_BARRIER(key_full), AFC_BARRIER(key_empty), base + NARROW_KEY_AT, {}};
   Ring values{base + VALUE_AT, AFC_BARRIER(value_full), AFC_BARRIER(value_empty), 0, {}};
@@ -182,9 +192,6 @@ __device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t bas
   int index = static_cast<int>(blockIdx.x);
   while (index < p.work_items) {
     int next = p.work_items;
-    if constexpr (SCHEDULE == PERSISTENT) {
-      next = static_cast<int>(atomicAdd(p.counter, 1u) + gridDim.x);
-    }
     const WorkItem item = work_item(p, index);
     const int key_head = item.head / p.group;
     if (item.steps > 0) {
@@ -194,9 +201,15 @@ __device__ __forceinline__ void produce(const ForwardParameters &p, uint32_t bas
       query_phase ^= 1;
       for (int n = item.steps - 1; n > 0; --n) {
         keys.load(maps.key, maps.narrow_key, (n - 1) * TILE_N, key_head, item.batch);
+        if (n == 1) {
+          next = draw_ticket(p);
+        }
         values.load(maps.value, n * TILE_N, key_head, item.batch);
       }
       values.load(maps.value, 0, key_head, item.batch);
+    }
+    if (item.steps <= 1) {
+      next = draw_ticket(p);
     }
     if constexpr (SCHEDULE == PERSISTENT) {
       ptx::mbarrier_wait(AFC_BARRIER(work_empty) + 8 * work.stage, work.phase ^ 1);

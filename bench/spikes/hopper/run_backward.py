@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and times the hand-written Hopper backward kernels (backward.cu), cubin by cubin.
+"""Builds, checks and times the hand-written Hopper backward kernels (backward.cu).
 
-    python run_backward.py check    gradients against float64, at odd lengths, with guards around every tensor
-    python run_backward.py quick    a short time of every cubin, and of its three kernels
-    python run_backward.py full NAME...   the protocol of bench/protocol.py beside cuDNN
+    python run_backward.py build NAME...  nvcc and its gate; needs no GPU
+    python run_backward.py check          gradients against float64, odd lengths, guards around every tensor
+    python run_backward.py quick          a short time of every cubin, and of its three kernels
+    python run_backward.py full NAME...   bench/protocol.py beside cuDNN (and FA4 where installed)
+    python run_backward.py all            check, quick, and full for the best two causal ones at D128
     python run_backward.py count NAME...  one launch of each, for a profiler
 
-Cubins come from ``--cubins``; a name is ``d<D><c|f>_<kind><dQ mode>``, see ``CONFIGURATIONS``.
+A name is ``d<D><c|f>_<kind><dQ mode>``: causal or full; kind ``plain`` (64 queries a step, 128 at D64),
+``e`` (plain, row terms read before the waits), ``w`` (plain, 80 queries), ``p`` (pipelined), ``s``
+(pipelined, dQ issued before dK has completed); dQ mode 0 red.v4 at once, 1 red.v4 late (pipelined only),
+2 bulk reduction.
 """
 
 from __future__ import annotations
@@ -15,9 +20,12 @@ import argparse
 import ctypes
 import json
 import math
+import re
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
@@ -27,16 +35,20 @@ from bench.protocol import CudaClock, Protocol, measure, pair_ratios
 
 L2_SECTION_BYTES = 40 << 20
 GUARD = 4096  # elements of NaN before and after every tensor
-LOG2_UNITS = 1.4426950408889634
+HERE = Path(__file__).resolve().parent
 
-cuda = ctypes.CDLL("libcuda.so.1")
+
+@cache
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def checked(status: int, what: str) -> None:
     """Raises RuntimeError with the driver's name of a status that is not success."""
     if status:
         name = ctypes.c_char_p()
-        cuda.cuGetErrorName(status, ctypes.byref(name))
+        driver().cuGetErrorName(status, ctypes.byref(name))
         raise RuntimeError(f"{what}: {name.value!r}")
 
 
@@ -73,7 +85,7 @@ def tensor_map(t: torch.Tensor, rows: int) -> ctypes.c_void_p:
     ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
     bfloat16, interleave_none, swizzle_128, promote_256, zeros = 9, 0, 3, 3, 0
     checked(
-        cuda.cuTensorMapEncodeTiled(
+        driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(address),
             bfloat16,
             4,
@@ -103,6 +115,7 @@ class Configuration:
     rows: int
     causal: bool
     dq_mode: int
+    kind: str
 
     def shared_bytes(self) -> int:
         """Dynamic shared memory of backward_main: kSharedBytes of backward_config.cuh."""
@@ -114,12 +127,36 @@ class Configuration:
 
 
 def configuration(name: str) -> Configuration:
-    """Reads a cubin's name: d128c_p0 and the like; the kinds that begin with w take 80 rows."""
-    head, kind = name.split("_")
-    dim = int(head[1:-1])
-    return Configuration(
-        name, dim, 128 if dim == 64 else 80 if kind[0] == "w" else 64, head[-1] == "c", int(kind[-1])
-    )
+    """Reads a cubin's name. Raises ValueError if it is none."""
+    parts = re.fullmatch(r"d(64|128)([cf])_(plain|e|w|p|s)([012])", name)
+    if not parts:
+        raise ValueError(f"name: expected d<64|128><c|f>_<plain|e|w|p|s><0|1|2>, got {name!r}")
+    dim, kind = int(parts[1]), parts[3]
+    rows = 128 if dim == 64 else 80 if kind == "w" else 64
+    return Configuration(name, dim, rows, parts[2] == "c", int(parts[4]), kind)
+
+
+def build(name: str, cubins: Path) -> bool:
+    """Compiles a configuration; false if ptxas spilled, used a stack or serialised wgmma."""
+    c = configuration(name)
+    values = {
+        "HEAD_DIM": c.dim,
+        "Q_ROWS": c.rows,
+        "CAUSAL": int(c.causal),
+        "PIPELINED": int(c.kind in "ps"),
+        "DQ_SOON": int(c.kind == "s"),
+        "TERMS_EARLY": int(c.kind == "e"),
+        "DQ_MODE": c.dq_mode,
+    }
+    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin"]
+    command += ["-Xptxas", "-v"]
+    command += [f"-D{key}={value}" for key, value in values.items()]
+    command += ["-I", str(HERE.parents[2] / "runtime"), str(HERE / "backward.cu")]
+    command += ["-o", str(cubins / f"{name}.cubin")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    bad = re.findall(r"C75\d\d|[1-9]\d* bytes (?:stack|spill)[^,\n]*", text)
+    print(name, bad or "ok", flush=True)
+    return not bad
 
 
 class Module:
@@ -129,24 +166,30 @@ class Module:
         torch.zeros(1, device="cuda")
         self.configuration = configuration(path.stem)
         handle = ctypes.c_void_p()
-        checked(cuda.cuModuleLoadData(ctypes.byref(handle), path.read_bytes()), "cuModuleLoadData")
+        checked(driver().cuModuleLoadData(ctypes.byref(handle), path.read_bytes()), "cuModuleLoadData")
         self.functions = {}
         for name in ("backward_before", "backward_main", "backward_after"):
             function = ctypes.c_void_p()
-            checked(cuda.cuModuleGetFunction(ctypes.byref(function), handle, name.encode()), name)
+            checked(driver().cuModuleGetFunction(ctypes.byref(function), handle, name.encode()), name)
             self.functions[name] = function
         self.shared_bytes = self.configuration.shared_bytes()
         checked(
-            cuda.cuFuncSetAttribute(self.functions["backward_main"], 8, self.shared_bytes), "shared memory"
+            driver().cuFuncSetAttribute(self.functions["backward_main"], 8, self.shared_bytes),
+            "shared memory",
         )
 
     def launch(
-        self, name: str, grid: tuple[int, int], block: int, shared: int, parameters: ctypes.Array
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: int,
+        shared: int,
+        parameters: ctypes.Array[ctypes.c_void_p],
     ) -> None:
         """Launches on the current stream."""
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         checked(
-            cuda.cuLaunchKernel(
+            driver().cuLaunchKernel(
                 self.functions[name], *grid, 1, block, 1, 1, shared, stream, parameters, None
             ),
             name,
@@ -320,10 +363,8 @@ def check(modules: list[Module]) -> bool:
                 if not guards_intact(got):
                     notes.append(f"d{'qkv'[i]} written outside")
         passed &= not notes
-        print(
-            f"check {c.name:14s} dq {worst[0]:.2e} dk {worst[1]:.2e} dv {worst[2]:.2e} {'ok' if not notes else notes[:6]}",
-            flush=True,
-        )
+        errors = " ".join(f"d{x} {e:.2e}" for x, e in zip("qkv", worst, strict=True))
+        print(f"check {c.name:14s} {errors} {'ok' if not notes else notes[:6]}", flush=True)
     return passed
 
 
@@ -336,16 +377,16 @@ def large_problem(b: int, h: int, n: int, d: int, causal: bool) -> Problem:
 
 def cudnn_call(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]]:
     """PyTorch's cuDNN backward alone."""
-    inputs = [t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v)]
+    q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=problem.causal)
-    return lambda: torch.autograd.grad(out, inputs, problem.d_o, retain_graph=True)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+    return lambda: torch.autograd.grad(out, (q, k, v), problem.d_o, retain_graph=True)
 
 
 def fa4_call(problem: Problem) -> Callable[[], tuple[torch.Tensor, ...]] | None:
     """FlashAttention 4's backward alone, on its own layout (B, N, H, D); None where it is not installed."""
     try:
-        from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+        from flash_attn.cute import flash_attn_func
     except ImportError as reason:
         print("fa4 left out:", reason)
         return None
@@ -367,17 +408,11 @@ def agree(call: Call, other: Callable[[], tuple[torch.Tensor, ...]]) -> list[flo
 
 def block_ms(call: Callable[[], object], calls: int) -> float:
     """Milliseconds per call of a block of calls."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    return CudaClock().block(call, calls)[0]
 
 
 def quick(modules: list[Module], n: int, h: int) -> dict[str, float]:
-    """Burst (median of 3 blocks of about 15 ms after 0.3 s idle) and sustained (0.2 s after 0.2 s) TFLOP/s."""
+    """TFLOP/s: burst (median of 3 blocks of 15 ms after 0.3 s idle), sustained (0.2 s after 0.2 s)."""
     rates: dict[str, float] = {}
     for dim, causal in sorted({(m.configuration.dim, m.configuration.causal) for m in modules}, reverse=True):
         problem = large_problem(1, h, n, dim, causal)
@@ -397,9 +432,10 @@ def quick(modules: list[Module], n: int, h: int) -> dict[str, float]:
             block_ms(call, max(1, int(200 / rough)))
             steady = block_ms(call, max(1, int(200 / rough)))
             rates[name] = problem.flops() / median(bursts) / 1e9
-            line = f"quick {name:14s} burst {problem.flops() / median(bursts) / 1e9:6.1f} sustained {problem.flops() / steady / 1e9:6.1f} TFLOP/s"
+            sustained = problem.flops() / steady / 1e9
+            line = f"quick {name:14s} burst {rates[name]:6.1f} sustained {sustained:6.1f} TFLOP/s"
             if isinstance(call, Call):
-                parts = [median(block_ms(lambda p=p: call.part(p), 2) for _ in range(3)) for p in call.grids]  # type: ignore[misc]
+                parts = [median(block_ms(partial(call.part, p), 2) for _ in range(3)) for p in call.grids]
                 line += "  parts ms " + " ".join(f"{p:.3f}" for p in parts)
                 line += "  from cudnn " + " ".join(f"{e:.1e}" for e in agree(call, other))
             print(line, flush=True)
@@ -428,9 +464,9 @@ def full(modules: list[Module], cells: list[tuple[int, int, int]], out: Path | N
                 {"cell": [b, h, n, c.dim, c.causal], "regime": regime, "tflops": row, "pair": ratios[regime]}
             )
             text = " ".join(f"{name} {value:.1f}" for name, value in row.items())
+            mask = "causal" if c.causal else "full"
             print(
-                f"full B{b} H{h} N{n} D{c.dim} {'causal' if c.causal else 'full'} {regime}: {text} A/A {ratios[regime]:.4f}",
-                flush=True,
+                f"full B{b} H{h} N{n} D{c.dim} {mask} {regime}: {text} A/A {ratios[regime]:.4f}", flush=True
             )
         del problem, systems
         torch.cuda.empty_cache()
@@ -451,7 +487,7 @@ def everything(modules: list[Module], n: int, h: int, out: Path | None) -> None:
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("all", "check", "quick", "full", "count"))
+    parser.add_argument("what", choices=("build", "all", "check", "quick", "full", "count"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--cubins", type=Path, required=True)
     parser.add_argument("--n", type=int, default=16384)
@@ -459,6 +495,8 @@ def main() -> None:
     parser.add_argument("--cells", default="1x16x16384,2x16x8192")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.what == "build":
+        raise SystemExit(0 if all([build(name, options.cubins) for name in options.names]) else 1)
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
     paths = [options.cubins / f"{n}.cubin" for n in options.names] or sorted(options.cubins.glob("d*.cubin"))

@@ -346,7 +346,7 @@ class Extras:
 
 
 def rotated(x: Any, turns: Any, first: int) -> Any:
-    """float64 rows (batch, row, head, column), row 0 at position `first`; those before position 0 unturned."""
+    """float64 rows (batch, row, head, column), row 0 at `first`; those before position 0 unturned."""
     import torch
 
     start = max(0, -first)
@@ -373,7 +373,9 @@ def reference(q: Any, k: Any, v: Any, candidate: Candidate) -> tuple[Any, Any]:
     extras, group = Extras.of(q, k), q.shape[2] // k.shape[2]
     rows, columns = q.shape[1], k.shape[1]
     if candidate.rotate:
-        q, k = rotated(q, extras.turns, columns - rows), rotated(k, extras.turns, 0)
+        # Rounded as the kernel must round them: the products take 16-bit operands.
+        q = rotated(q, extras.turns, columns - rows).bfloat16()
+        k = rotated(k, extras.turns, 0).bfloat16()
     qd, kd, vd = (t.double().transpose(1, 2) for t in (q, k, v))
     kd, vd = (t.repeat_interleave(group, 1) for t in (kd, vd))
     score = qd @ kd.transpose(-1, -2)
