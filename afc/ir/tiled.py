@@ -15,6 +15,7 @@ from typing import Literal, Union
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
 from afc.ir.program import Rotation, Step
+from afc.ir.protocol import Protocol
 
 Kind = Literal["table", "rotate", "forward", "preprocess", "backward", "postprocess", "combine", "plan"]
 Axis = Literal["queries", "keys"]
@@ -65,13 +66,22 @@ class Mask:
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """m' = max(m, rowmax X), P = exp(f (X - m')), l = l exp(f (m - m')) + rowsum P; O is rescaled alike."""
+    """m' = max(m, rowmax X), P = exp(f (X - m')), l = l exp(f (m - m')) + rowsum P; O is rescaled alike.
+
+    `form` says what a full tile after the first may do instead; partial tiles and the first are always exact.
+    `stale`: P refers to m, the maximum before this tile; where a row grew by more than 2^8, P, l and O are
+    then
+    brought to the new maximum. `watched`: no maximum at all; where a row's sum of P exceeds 2^13, P, l and O
+    are
+    brought to a reference taken from the largest P. Both leave O and LSE unchanged, up to rounding.
+    """
 
     out: str
     x: str
     maximum: str
     total: str
     rescale: tuple[str, ...]
+    form: Literal["exact", "stale", "watched"] = "exact"
 
 
 @dataclass(frozen=True)
@@ -190,17 +200,31 @@ class Walk:
 
 @dataclass(frozen=True)
 class Binding:
-    """How a target runs a kernel. `homes`: tile -> registers, shared or global memory; `roles`: warps by
-    task.
+    """How a target runs a kernel.
+
+    `homes`: tile -> registers, shared or global memory; `stages`: of streamed tiles; `issue`: the products
+    of a
+    steady step in the order in which they are handed to the tensor cores, where `S next` belongs to the next
+    tile
+    (the only work that may be in flight at the end of a step); `schedule`: a block per work item, or
+    persistent
+    blocks; `section`: heads worked on at a time, so that what they share stays in the L2 cache;
+    `extra_columns`:
+    columns added to the product Q K' that carry additive terms of low rank; `protocol`: roles, barriers and
+    buffers of a warp-specialised kernel, from which producer and consumer loops are both printed.
     """
 
     target: str
     homes: tuple[tuple[str, str], ...] = ()
-    roles: tuple[tuple[str, int], ...] = ()
     warps: int = 0
     stages: int = 1
     min_blocks: int = 1
     shared_bytes: int = 0
+    issue: tuple[str, ...] = ()
+    schedule: Literal["block per item", "persistent"] = "block per item"
+    section: int = 0
+    extra_columns: int = 0
+    protocol: Protocol | None = None
 
 
 @dataclass(frozen=True)
@@ -257,10 +281,18 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel in a plan. `after`: kernels whose results it reads (dependent-launch edges)."""
+    """A kernel in a plan.
+
+    `after`: kernels whose results it reads; `grid`: blocks in x and y as expressions of B, H, Hk, M, N
+    (None: the
+    target has no grid); `dependent`: it may start before the kernel ahead of it has ended, and waits for it
+    itself.
+    """
 
     kernel: TiledKernel
     after: tuple[str, ...] = ()
+    grid: tuple[Expr, Expr] | None = None
+    dependent: bool = False
 
 
 @dataclass(frozen=True)

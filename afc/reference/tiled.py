@@ -268,6 +268,9 @@ def _online_softmax(op: OnlineSoftmax, work: _Work, semantics: Semantics) -> Non
     x = tiles[op.x]
     rows = x.shape[0]
     old = tiles.get(op.maximum, np.full((rows, 1), -np.inf))
+    if op.form != "exact" and not work.partial and np.isfinite(old).all():
+        _free_softmax(op, tiles, f)
+        return
     new = np.maximum(old, x.max(-1, keepdims=True))
     safe = np.where(np.isneginf(new), 0.0, new)
     correction = np.exp(f * (old - safe))
@@ -276,6 +279,31 @@ def _online_softmax(op: OnlineSoftmax, work: _Work, semantics: Semantics) -> Non
         -1, keepdims=True
     )
     tiles[op.maximum] = new
+    for name in op.rescale:
+        if name in tiles:
+            tiles[name] = tiles[name] * correction
+
+
+GROWTH, WATCHED_SUM = 2.0**8, 2.0**13
+
+
+def _free_softmax(op: OnlineSoftmax, tiles: dict[str, Array], f: float) -> None:
+    """A full tile without the maximum on its path: weights refer to what is known, and are rebased
+    afterwards.
+    """
+    x, reference = tiles[op.x], tiles[op.maximum]
+    with np.errstate(over="ignore"):
+        p = np.exp(f * (x - reference))
+    if op.form == "stale":
+        grown = np.exp(np.minimum(f * (x.max(-1, keepdims=True) - reference), 700)) > GROWTH
+    else:
+        grown = ~(p.sum(-1, keepdims=True) <= WATCHED_SUM)
+    # A weight beyond the range of the compute type has lost its score: its row is computed again from S.
+    reference_after = np.where(grown, np.maximum(reference, x.max(-1, keepdims=True)), reference)
+    correction = np.exp(f * (reference - reference_after))
+    tiles[op.out] = np.where(grown, np.exp(f * (x - reference_after)), p)
+    tiles[op.total] = tiles[op.total] * correction + tiles[op.out].sum(-1, keepdims=True)
+    tiles[op.maximum] = reference_after
     for name in op.rescale:
         if name in tiles:
             tiles[name] = tiles[name] * correction

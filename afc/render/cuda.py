@@ -8,7 +8,7 @@ from typing import Any
 
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
-from afc.ir.tiled import LaunchPlan
+from afc.ir.tiled import Launch, LaunchPlan
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
 from afc.render.sm80_context import (
@@ -22,11 +22,11 @@ from afc.render.sm80_context import (
     RotationContext,
 )
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
-from afc.schedule.plan import float_rows, in_registers, table_width
+from afc.schedule.common import table_width
+from afc.schedule.sm80 import float_rows, in_registers
 from afc.schedule.targets import sm80
 
 BYTES = {"float": 4, "bfloat16": 2, "float16": 2}
-TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 cache
 
 
 def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, str]:
@@ -141,7 +141,7 @@ class _Unit:
         )
 
     def _section(self) -> int:
-        return sm80.section_heads(TYPICAL_ROWS, self.semantics.head_qk, self.semantics.head_v)
+        return sm80.section_heads(self.semantics.head_qk, self.semantics.head_v)
 
     def _descending(self) -> bool:
         """Whether later queries see more keys: start with them."""
@@ -231,13 +231,11 @@ class _Unit:
     def host_text(self) -> str:
         """Launch code of both passes."""
         s = self.semantics
-        kernels = [self._kernel_row(template, context) for template, context in self.kernels()]
-        grids = {context.name: self._grid(template, context) for template, context in self.kernels()}
+        kernels = [self._kernel_row(launch) for launch in self.plan.launches]
         passes = []
         for name, launches in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             if launches:
-                rows = [LaunchRow(_constant(x.kernel.name), *grids[x.kernel.name]) for x in launches]
-                passes.append(PassRow(name, tuple(rows)))
+                passes.append(PassRow(name, tuple(map(_launch_row, launches))))
         context = LaunchContext(
             provenance(self.program, self.plan, "host code: launches the kernels in order"),
             self.symbol,
@@ -259,30 +257,17 @@ class _Unit:
             for n, b in enumerate(self.plan.buffers)
         )
 
-    def _kernel_row(self, template: str, context: Any) -> KernelRow:
-        threads = {
-            "rotate": sm80.ROTATE_THREADS,
-            "forward": 32 * self.front.warps,
-            "preprocess": 8 * sm80.PREPROCESS_ROWS,
-            "backward": 32 * self.back.warps,
-            "postprocess": sm80.POSTPROCESS_THREADS,
-        }[template]
-        return KernelRow(_constant(context.name), context.name, getattr(context, "shared_bytes", 0), threads)
+    def _kernel_row(self, launch: Launch) -> KernelRow:
+        binding = launch.kernel.binding
+        return KernelRow(
+            _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
+        )
 
-    def _grid(self, template: str, context: Any) -> tuple[str, str]:
-        if template == "rotate":
-            x = " + ".join(f"ceil_div(args.{o.rows}, {context.tile_rows})" for o in context.operands)
-            heads = [f"args.{o.heads}" for o in context.operands if o.rows_buffer is not None]
-            most = f"larger({heads[0]}, {heads[1]})" if len(heads) == 2 else heads[0] if heads else "0"
-            return x, f"larger(1, ceil_div(args.B * {most}, {sm80.BATCH_HEADS_PER_SHARE}))"
-        if template == "backward":
-            return f"ceil_div(args.N, {self.back.keys}) * args.Hk * args.B", "1"
-        rows = {
-            "forward": self.front.queries,
-            "preprocess": sm80.PREPROCESS_ROWS,
-            "postprocess": sm80.POSTPROCESS_ROWS,
-        }[template]
-        return f"ceil_div(args.M, {rows}) * args.Hq * args.B", "1"
+
+def _launch_row(launch: Launch) -> LaunchRow:
+    assert launch.grid is not None
+    x, y = launch.grid
+    return LaunchRow(_constant(launch.kernel.name), size_text(x), size_text(y))
 
 
 def _print(template: str, context: Any) -> str:

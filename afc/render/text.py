@@ -46,7 +46,7 @@ def size_text(expr: Expr) -> str:
     expr = rewrite(
         expr, lambda e: Op("div", e.args, e.type) if isinstance(e, Op) and e.name == "floordiv" else e
     )
-    return Cpp("double", "", SIZE_NAMES, {}, {}, native64=True).text(expr)
+    return Cpp("double", "", SIZE_NAMES, {}, {}, native64=True).text(expr).replace("afc::max(", "larger(")
 
 
 def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, ...]:

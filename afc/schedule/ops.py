@@ -8,6 +8,8 @@ every rounding explicit.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from afc.ir.tiled import (
     Load,
     Mask,
@@ -44,8 +46,8 @@ ROWS = (Load("Q", "q"), Load("dO", "do"), Load("LSE", "lse"), Load("delta", "del
 KEYS = (Load("K", "k"), Load("V", "v"))
 
 
-def forward(name: str, tile: Tile) -> TiledKernel:
-    """O and LSE of a tile of queries."""
+def forward(name: str, tile: Tile, form: Literal["exact", "stale", "watched"] = "exact") -> TiledKernel:
+    """O and LSE of a tile of queries; `form` of the softmax in full tiles."""
     return TiledKernel(
         name,
         "forward",
@@ -57,7 +59,7 @@ def forward(name: str, tile: Tile) -> TiledKernel:
         body=(
             *KEYS,
             *SCORES,
-            OnlineSoftmax("P", "X", "m", "l", ("O",)),
+            OnlineSoftmax("P", "X", "m", "l", ("O",), form),
             Round("P"),
             Matmul("O", "P", "V", accumulate=True),
         ),

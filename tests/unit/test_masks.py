@@ -194,7 +194,7 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
     """The functions key_run and query_run that are printed, compiled and called for random sizes."""
     from afc import passes
     from afc.render.blocks import CPU, render_blocks
-    from afc.schedule.plan import semantics
+    from afc.schedule.common import semantics
 
     bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i"]
     generator = random.Random(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,10 +15,16 @@ from afc.errors import SourceError, UsageError
 from afc.frontend import check_file, check_text
 from afc.ir.printer import print_plan, print_program
 from afc.ir.program import Program
+from afc.ir.protocol import WorkItem
 from afc.ir.tiled import LaunchPlan, Load, Tile
+from afc.masks import key_run, query_run
 from afc.reference import Call, backward, forward, run_backward, run_forward
+from afc.reference.protocol import explore
+from afc.reference.protocol import inspect as inspect_protocol
 from afc.reference.rounding import to_storage
+from afc.schedule import ops
 from afc.schedule.plan import schedule
+from afc.schedule.targets.sm90 import FORWARD, SHARED_BYTES, ForwardTile
 
 EXAMPLES = sorted((Path(__file__).parent.parent.parent / "examples").glob("*.attn"))
 D = 32
@@ -59,7 +65,7 @@ def call(
     )
 
 
-@pytest.mark.parametrize("target", ["cpu", "sm80"])
+@pytest.mark.parametrize("target", ["cpu", "sm80", "sm90"])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_schedule_equals_formula(path: Path, target: str) -> None:
     """In a storage type without rounding the schedule is the formula up to the order of sums."""
@@ -77,6 +83,52 @@ def test_schedule_equals_formula(path: Path, target: str) -> None:
             np.testing.assert_allclose(
                 getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name
             )
+
+
+@pytest.mark.parametrize("growth", [1.0, 30.0, 400.0])
+@pytest.mark.parametrize("form", ["stale", "watched"])
+def test_forms_of_the_softmax_agree(form: Literal["stale", "watched"], growth: float) -> None:
+    """Without the maximum on its path the softmax is the same, also where scores grow along the walk."""
+    program = lowered(EXAMPLES[0].parent / "causal.attn")
+    plan = schedule(program, "cpu", "float64")
+    kernel = ops.forward("forward", Tile(16, 8), form)
+    plan = replace(plan, forward=(replace(plan.forward[-1], kernel=kernel),))
+    arguments = call(program, 70, 70)
+    k = arguments.k * np.linspace(1.0, growth, 70)[None, None, :, None]
+    arguments = replace(arguments, k=k)
+    want, got = forward(program, arguments), run_forward(plan, arguments)
+    np.testing.assert_allclose(got.o, want.o, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-12, atol=1e-9)
+
+
+def test_hopper_plans_synchronise() -> None:
+    """The protocols in the plan's bindings, run on the work items that the plan's own mask gives."""
+    program = lowered(EXAMPLES[0].parent / "causal.attn", 128)
+    plan = schedule(program, "sm90", "bfloat16")
+    for launch, axis in ((plan.forward[-1], "queries"), (plan.backward[-2], "keys")):
+        kernel = launch.kernel
+        protocol = kernel.binding.protocol
+        assert protocol is not None and inspect_protocol(protocol) == []
+        assert protocol.shared_bytes == kernel.binding.shared_bytes <= SHARED_BYTES
+        sizes = {"M": 500, "N": 900, "q_origin": 0, "k_origin": 0}
+        tile = kernel.tile
+        own, other, length, runs = (
+            (tile.queries, tile.keys, 500, key_run)
+            if axis == "queries"
+            else (tile.keys, tile.queries, 900, query_run)
+        )
+        items = []
+        for first in range(0, length, own):
+            run = runs(plan.semantics.mask, first, min(first + own, length) - 1, sizes)
+            items.append(WorkItem.of(run, other, 1))
+        assert any(i.partial + i.full == 0 for i in items) == (axis == "keys")  # keys that no query sees
+        assert [explore(protocol, [item], range(3)) for item in items] == [None] * len(items)
+
+
+def test_register_rule_of_hopper_tiles() -> None:
+    for tile in FORWARD:
+        assert tile.fits(min(tile.head_max, 128) if tile.head_max == 192 else tile.head_max)
+    assert not ForwardTile(128, 3, 96).fits(128) and not ForwardTile(64, 3, 144).fits(64)  # both spill
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

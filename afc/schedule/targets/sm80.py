@@ -89,6 +89,9 @@ PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
 
 
-def section_heads(rows: int, head_qk: int, head_v: int) -> int:
+TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 cache
+
+
+def section_heads(head_qk: int, head_v: int) -> int:
     """Heads worked on at a time, for a typical sequence, so that their K and V stay in the L2 cache."""
-    return max(1, L2_BYTES // (rows * (head_qk + head_v) * 2))
+    return max(1, L2_BYTES // (TYPICAL_ROWS * (head_qk + head_v) * 2))

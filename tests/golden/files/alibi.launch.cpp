@@ -126,15 +126,23 @@ extern "C" int64_t alibi_lm_cuda_bfloat16_128_128_workspace(const afc_args *call
 extern "C" int alibi_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(ALIBI_LM_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(ALIBI_LM_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
   return AFC_OK;
 }
 
 extern "C" int alibi_lm_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
-  if (int status = launch(ALIBI_LM_PREPROCESS, ceil_div(args.M, 32) * args.Hq * args.B, 1, args)) return status;
-  if (int status = launch(ALIBI_LM_BACKWARD, ceil_div(args.N, 64) * args.Hk * args.B, 1, args)) return status;
-  if (int status = launch(ALIBI_LM_POSTPROCESS, ceil_div(args.M, 32) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(ALIBI_LM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(ALIBI_LM_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(ALIBI_LM_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
   return AFC_OK;
 }

@@ -133,17 +133,29 @@ extern "C" int64_t gptj_cuda_bfloat16_128_128_workspace(const afc_args *call, in
 extern "C" int gptj_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(GPTJ_ROTATE_FORWARD, ceil_div(args.M, 16) + ceil_div(args.N, 16), larger(1, ceil_div(args.B * args.Hk, 6)), args)) return status;
-  if (int status = launch(GPTJ_FORWARD, ceil_div(args.M, 64) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(GPTJ_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
+    return status;
+  }
+  if (int status = launch(GPTJ_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
   return AFC_OK;
 }
 
 extern "C" int gptj_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
-  if (int status = launch(GPTJ_ROTATE_BACKWARD, ceil_div(args.M, 16) + ceil_div(args.N, 16), larger(1, ceil_div(args.B * larger(args.Hq, args.Hk), 6)), args)) return status;
-  if (int status = launch(GPTJ_PREPROCESS, ceil_div(args.M, 32) * args.Hq * args.B, 1, args)) return status;
-  if (int status = launch(GPTJ_BACKWARD, ceil_div(args.N, 64) * args.Hk * args.B, 1, args)) return status;
-  if (int status = launch(GPTJ_POSTPROCESS, ceil_div(args.M, 32) * args.Hq * args.B, 1, args)) return status;
+  if (int status = launch(GPTJ_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+    return status;
+  }
+  if (int status = launch(GPTJ_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(GPTJ_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(GPTJ_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
   return AFC_OK;
 }
