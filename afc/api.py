@@ -68,6 +68,7 @@ class Unit:
             "Dqk": s.head_qk,
             "Dv": s.head_v,
             "backward": bool(self.plan.backward),
+            "lse": s.has_sum,
             "deterministic": self.plan.deterministic,
             "archs": archs,
         }

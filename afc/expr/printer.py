@@ -105,7 +105,7 @@ class Cpp:
     cast);
     `names`: C++ spelling of variables; `ranges`: bounds of integer variables; `tensors`: captured tensor ->
     slot;
-    `native64`: every integer variable is 64-bit already.
+    `native64`: every integer variable is 64-bit already; `mixes`: max and min take integers of two types.
     """
 
     real: str = "Real"
@@ -114,6 +114,7 @@ class Cpp:
     ranges: Mapping[str, Interval] = field(default_factory=dict)
     tensors: Mapping[str, int] = field(default_factory=dict)
     native64: bool = False
+    mixes: bool = False
 
     def literal(self, value: float | int | bool) -> str:
         """A literal: shortest decimal that reads back to the same float64, marked with the compute type."""
@@ -149,19 +150,42 @@ class Cpp:
         indices = "".join(f", {self.text(i)}" for i in expr.indices)
         return f"afc::read<{kind}>(args.captured[{self.tensors[expr.tensor]}]{indices})"
 
+    def _is_wide(self, expr: Expr) -> bool:
+        """Whether the text of an integer has type int64_t, or might."""
+        match expr:
+            case Op(name="to_int"):
+                return False
+            case Op(args=args, type=Type.INT):
+                return not self._fits(expr) or any(map(self._is_wide, args))
+            case Load(type=Type.INT):
+                return True
+            case Const(type=Type.INT):
+                return not self._fits(expr)
+            case Var(type=Type.INT):
+                return self.native64 or not self._fits(expr)
+            case _:
+                return False
+
+    def _fits(self, expr: Expr) -> bool:
+        return interval(expr, self.ranges).within(*INT32)
+
     def _operator(self, expr: Op) -> tuple[str, int]:
         row = OPERATORS[expr.name]
         if expr.name == "to_float":
             return f"{self.real}({self.text(expr.args[0])})", 100
-        wide = expr.type is Type.INT and not self.native64 and not interval(expr, self.ranges).within(*INT32)
+        wide = expr.type is Type.INT and not self.native64 and not self._fits(expr)
         infix = row.precedence < 100
+        extreme = expr.name in ("max", "min") and not self.mixes
+        mixed = extreme and any(map(self._is_wide, expr.args))
         parts = {}
         for position, (slot, argument) in enumerate(zip("abc", expr.args, strict=False)):
             text, precedence = self._print(argument)
             strict = position > 0 and expr.name not in ("and", "or")  # a + (b + c) rounds unlike a + b + c
             if infix and (precedence < row.precedence or (strict and precedence == row.precedence)):
                 text = f"({text})"
-            if wide and position == 0 and argument.type is Type.INT:
+            if argument.type is Type.INT and (
+                (wide and position == 0) or (mixed and not self._is_wide(argument))
+            ):
                 text = f"int64_t({text})"
             parts[slot] = text
         if expr.name == "neg" and parts["a"].startswith("-"):

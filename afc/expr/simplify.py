@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from afc.expr.evaluate import evaluate
@@ -23,6 +24,7 @@ from afc.expr.nodes import (
     map_formula,
     rewrite,
     substitute,
+    variables,
     walk,
 )
 from afc.expr.operators import mul, neg, sub
@@ -93,6 +95,17 @@ def _fold(expr: Expr) -> Expr:
     return _neutral(expr)
 
 
+def _by_reciprocal(a: Expr, b: float) -> bool:
+    """Whether a / b may become a * (1 / b), which can differ in the last place.
+
+    Scores are smooth in s, so there it may. A formula of positions may be cut into steps by a floor (T5's
+    buckets), and a last place then moves an element to another step: only powers of two, whose reciprocal is
+    exact.
+    """
+    exact_reciprocal = b != 0 and math.isfinite(b) and abs(math.frexp(b)[0]) == 0.5
+    return exact_reciprocal or (b != 0 and "s" in variables(a))
+
+
 def _neutral(expr: Op) -> Expr:
     a = expr.args[0]
     b = expr.args[1] if len(expr.args) > 1 else a
@@ -123,7 +136,7 @@ def _neutral(expr: Op) -> Expr:
             return _fold(mul(_fold(mul(a, b.args[0])), b.args[1]))
         case "mul" if isinstance(a, Const) and isinstance(b, Op) and b.name == "neg":
             return _fold(mul(_python(-a.value, expr.type), b.args[0]))
-        case "div" if isinstance(b, Const) and b.value != 0 and expr.type is Type.FLOAT:
+        case "div" if isinstance(b, Const) and _by_reciprocal(a, float(b.value)):
             return _fold(mul(const(1.0 / float(b.value)), a))
         case "neg" if isinstance(a, Op) and a.name == "neg":
             return a.args[0]

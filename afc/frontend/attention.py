@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
-from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors, formula_variables, variables
+from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors, formula_variables
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
 from afc.expr.simplify import simplify
@@ -86,7 +86,12 @@ class AttentionChecker:
             self.report,
             self.blocks.functions,
             self.blocks.inline,
+            require_positive=self.blocks.require_positive,
         )
+
+    def columns(self) -> Scope:
+        """Scalars in reach of a slice, where D is the width of q and k."""
+        return self.scope({"D": Var("Dqk", Type.INT), **self.names})
 
     def program(self) -> Program | None:
         """The checked program, or None after reported mistakes."""
@@ -151,7 +156,7 @@ class AttentionChecker:
             self.names.setdefault(name, Var(name, Type.INT))
         for param in params:
             if isinstance(param, TensorParam):
-                self.names[param.name] = TensorRef(param.name, len(param.shape), param.type)
+                self.names[param.name] = TensorRef(param.name, len(param.shape), param.type, param.shape)
             else:
                 self.names[param.name] = Var(param.name, param.type)
         return tuple(params)
@@ -213,18 +218,16 @@ class AttentionChecker:
         positive = set()
         names = {p.name for p in params}
         for bound in self.blocks.runtime_bounds:
-            if isinstance(bound.value, Var) and bound.value.name in names and bound.limit == 0:
-                positive.add(bound.value.name)
-            elif (
-                isinstance(bound.value, Op)
-                and bound.value.name == "to_float"
-                and isinstance(bound.value.args[0], Var)
-            ):
-                positive.add(bound.value.args[0].name)
-            elif variables(bound.value) & names:
+            inner = bound.value
+            if isinstance(inner, Op) and inner.name == "to_float":
+                inner = inner.args[0]
+            name = inner.name if isinstance(inner, Var) and bound.limit == 0 else ""
+            if name in names:
+                positive.add(name)
+            elif name not in DIMENSIONS:  # where a formula is evaluated, there are rows
                 self.report.error(
                     "E0302",
-                    f"`{bound.option}` must be greater than {bound.limit:g}, which cannot be checked for "
+                    f"{bound.what} must be greater than {bound.limit:g}, which cannot be checked for "
                     f"`{attn(bound.value)}`",
                     bound.span,
                     hint="pass a parameter or a literal",
@@ -352,14 +355,14 @@ class AttentionChecker:
             self.report.error("E0139", "a rotation applies to q or k", node.span)
             return None
         if isinstance(node, ast.Slice):
-            lo = expression(node.lo, self.scope()) if node.lo is not None else const(0)
-            hi = expression(node.hi, self.scope()) if node.hi is not None else Var("Dqk", Type.INT)
+            lo = expression(node.lo, self.columns()) if node.lo is not None else const(0)
+            hi = expression(node.hi, self.columns()) if node.hi is not None else Var("Dqk", Type.INT)
             return None if lo is None or hi is None else replace(value, lo=simplify(lo), hi=simplify(hi))
         return replace(value, lo=const(0), hi=Var("Dqk", Type.INT))
 
     def same_columns(self, target: ast.Slice, source: ast.Node) -> bool:
         def bounds(node: ast.Slice) -> tuple[object, object]:
-            return tuple(None if n is None else expression(n, self.scope()) for n in (node.lo, node.hi))  # type: ignore[return-value]
+            return tuple(None if n is None else expression(n, self.columns()) for n in (node.lo, node.hi))  # type: ignore[return-value]
 
         if isinstance(source, ast.Name):
             return target.whole and (

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from afc.errors import Span
-from afc.expr.nodes import Const, Expr, Formula, Type, Var
+from afc.expr.interval import Interval, interval
+from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, variables
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
 from afc.expr.simplify import simplify
@@ -18,6 +20,7 @@ from afc.ir.program import DIMENSIONS, INDEX_NAMES
 
 INTEGER = Type.INT
 MAX_INLINE_DEPTH = 32
+AT_LEAST_ONE = {d: Interval(1, math.inf) for d in DIMENSIONS}  # where a formula is evaluated, there are rows
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,11 @@ def _names(node: ast.Node) -> list[ast.Name]:
 
 @dataclass(frozen=True)
 class RuntimeBound:
-    """`value > limit` must hold but can only be checked at a call."""
+    """`value > limit` must hold but can only be checked at a call; `what` names it in messages."""
 
     value: Expr
     limit: float
-    option: str
+    what: str
     span: Span
 
 
@@ -145,11 +148,28 @@ class Blocks:
             return None
         slot = SLOTS.get(declaration.kind)
         bound: dict[str, Binding] = {d: Var(d, INTEGER) for d in (slot.dimensions if slot else DIMENSIONS)}
-        bound |= {d: Var(d, INTEGER) for d in new_dimensions(declaration)}
+        bound |= own_dimensions(declaration, options)
         bound |= dimensions
-        scope = Scope({**bound, **names, **options}, self.report, self.functions, self.inline)
+        scope = Scope(
+            {**bound, **names, **options},
+            self.report,
+            self.functions,
+            self.inline,
+            require_positive=self.require_positive,
+        )
         result = formula(declaration, scope)
         return None if result is None else self._result(declaration, result)
+
+    def require_positive(self, divisor: Expr, symbol: str, span: Span) -> None:
+        """A divisor must be greater than 0: proven here, or checked at every call."""
+        if interval(divisor, AT_LEAST_ONE).lo > 0:
+            return
+        match divisor:
+            case Op(name="add" | "mul", args=(left, right)):
+                self.require_positive(left, symbol, span)
+                self.require_positive(right, symbol, span)
+            case _:
+                self.runtime_bounds.append(RuntimeBound(divisor, 0.0, f"the divisor of `{symbol}`", span))
 
     def _inputs(self, declaration: ast.Declaration) -> dict[str, Binding] | None:
         if declaration.kind == "fn":
@@ -213,7 +233,8 @@ class Blocks:
             )
             return None
         options = self.bind_options(declaration, node, scope, inputs_too=len(args))
-        names: dict[str, Binding] = {d: Var(d, INTEGER) for d in (*DIMENSIONS, *new_dimensions(declaration))}
+        names: dict[str, Binding] = {d: Var(d, INTEGER) for d in DIMENSIONS}
+        names |= own_dimensions(declaration, options or {})
         types = SLOTS[declaration.kind].inputs if declaration.kind in SLOTS else {}
         for parameter, arg in zip(declaration.inputs, args, strict=False):
             wanted = types.get(parameter.name, option_type(parameter) if parameter.type else arg.type)
@@ -237,6 +258,7 @@ class Blocks:
             scope.lets,
             prefix,
             scope.depth + 1,
+            self.require_positive,
         )
         result = formula(declaration, inner)
         if result is None:
@@ -274,7 +296,36 @@ class Blocks:
                 ok = False
             else:
                 bound[parameter.name] = value
-        return bound if ok else None
+        return bound if ok and self._shapes(declaration, bound, node) else None
+
+    def _shapes(self, declaration: ast.Declaration, bound: Mapping[str, Binding], node: ast.Call) -> bool:
+        """Report E0201 where a tensor's declared sizes contradict those of the block."""
+        names: dict[str, Binding] = {d: Var(d, INTEGER) for d in (*DIMENSIONS, "D", "L")}
+        scalars = {n: b for n, b in bound.items() if not isinstance(b, TensorRef)}
+        scope = Scope(
+            {**names, **own_dimensions(declaration, bound), **scalars},
+            self.report,
+            self.functions,
+            self.inline,
+        )
+        ok = True
+        for parameter in declaration.options:
+            tensor = bound.get(parameter.name)
+            if not isinstance(tensor, TensorRef) or parameter.shape is None:
+                continue
+            for axis, (wanted, given) in enumerate(zip(parameter.shape, tensor.shape, strict=False)):
+                size = expression(wanted.size, scope)
+                if size is None or not contradict(simplify(size), given.size):
+                    continue
+                self.report.error(
+                    "E0201",
+                    f"dimension {axis} of `{parameter.name}` of `{declaration.name}` has size "
+                    f"{attn(simplify(size))}; that of `{tensor.name}` has {attn(given.size)}",
+                    node.span,
+                    hint=f"declare `1|{attn(size)}`, which also takes size 1" if wanted.broadcast else None,
+                )
+                ok = False
+        return ok
 
     def _known_names(self, declaration: ast.Declaration, node: ast.Call, names: set[str]) -> bool:
         ok = True
@@ -384,9 +435,28 @@ class Blocks:
             return False
         if not isinstance(value, Const):
             self.runtime_bounds.append(
-                RuntimeBound(value, float(limit.value), f"{declaration.name}; {parameter.name}", span)
+                RuntimeBound(value, float(limit.value), f"`{declaration.name}; {parameter.name}`", span)
             )
         return True
+
+
+def own_dimensions(declaration: ast.Declaration, options: Mapping[str, Binding]) -> dict[str, Binding]:
+    """Sizes that the shapes of a block's tensors name: those of the tensors given, the first one deciding."""
+    found: dict[str, Binding] = {}
+    own = new_dimensions(declaration) - {*DIMENSIONS, "D", "L"}
+    for parameter in declaration.options:
+        tensor = options.get(parameter.name)
+        if isinstance(tensor, TensorRef):
+            for wanted, given in zip(parameter.shape or (), tensor.shape, strict=False):
+                if isinstance(wanted.size, ast.Name) and wanted.size.id in own:
+                    found.setdefault(wanted.size.id, given.size)
+    return {**{d: Var(d, INTEGER) for d in own}, **found}
+
+
+def contradict(wanted: Expr, given: Expr) -> bool:
+    """Whether two sizes made of the dimensions of q, k and v alone differ; others may be equal at a call."""
+    known = {*DIMENSIONS}
+    return wanted != given and variables(wanted) <= known and variables(given) <= known
 
 
 def convertible(given: Type, wanted: Type) -> bool:

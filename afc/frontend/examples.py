@@ -15,10 +15,11 @@ import numpy as np
 from afc.expr.evaluate import evaluate, evaluate_formula
 from afc.expr.nodes import Const, Expr, Type, Var
 from afc.frontend import ast
-from afc.frontend.blocks import SLOTS, Blocks, option_type
+from afc.frontend.blocks import SLOTS, Blocks, convertible, new_dimensions, option_type
 from afc.frontend.normalizers import split
 from afc.frontend.report import did_you_mean
 from afc.frontend.scalars import Binding, Scope, TensorRef, expression
+from afc.ir.program import DIMENSIONS
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,37 @@ class ExampleRunner:
         return None if any(v is None for v in found.values()) else found
 
     def literal(self, node: ast.Node) -> Any:
+        """A number, or an array from a list of numbers or of lists of equal shape; None after a mistake."""
         if isinstance(node, ast.Items):
-            return np.array([self.literal(i) for i in node.items])
+            parts = [self.literal(i) for i in node.items]
+            if any(p is None for p in parts):
+                return None
+            if len({np.shape(p) for p in parts}) > 1:
+                self.report.error("E0315", "the parts of a list must have one shape", node.span)
+                return None
+            return np.array(parts)
         expr = expression(node, Scope({}, self.report, self.blocks.functions, self.blocks.inline))
         return None if expr is None else evaluate(expr, {})
 
     def block(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float | bool, ...] | None:
+        arguments = self.arguments(declaration, call)
+        if arguments is None:
+            return None
+        env, bindings, tensors = arguments
+        formula = self.blocks.instantiate(declaration, bindings, {})
+        if formula is None:
+            return None
+        try:
+            values = evaluate_formula(formula, env, tensors)
+        except KeyError as missing:
+            self.missing(missing, call)
+            return None
+        return tuple(bool(v) if declaration.kind == "mask" else float(v) for v in values)
+
+    def arguments(
+        self, declaration: ast.Declaration, call: ast.Call
+    ) -> tuple[dict[str, Any], dict[str, Binding], dict[str, Any]] | None:
+        """What an example's call gives a block: values by name, bindings of its options, captured tensors."""
         given = self.constants(call)
         args = [self.literal(a) for a in call.args]
         if given is None or any(a is None for a in args):
@@ -99,25 +125,22 @@ class ExampleRunner:
                 call.span,
             )
             return None
-        env: dict[str, Any] = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
         bindings, tensors = self.bindings(declaration, given, call)
         if bindings is None:
             return None
-        formula = self.blocks.instantiate(declaration, bindings, {})
-        if formula is None:
-            return None
+        env: dict[str, Any] = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
+        env |= self.dimensions(declaration, tensors)
         env |= {n: v for n, v in given.items() if n not in tensors}
-        try:
-            values = evaluate_formula(formula, env, tensors)
-        except KeyError as missing:
-            self.report.error(
-                "E0313",
-                f"the example needs a value for {missing}",
-                call.span,
-                hint=f"write `; {str(missing).strip(chr(39))} = ...`",
-            )
-            return None
-        return tuple(bool(v) if declaration.kind == "mask" else float(v) for v in values)
+        return env, bindings, tensors
+
+    def missing(self, name: KeyError, call: ast.Call) -> None:
+        """Report a name that the formula reads and the example does not give."""
+        self.report.error(
+            "E0313",
+            f"the example needs a value for {name}",
+            call.span,
+            hint=f"write `; {str(name).strip(chr(39))} = ...`",
+        )
 
     def bindings(
         self, declaration: ast.Declaration, given: Mapping[str, Any], call: ast.Call
@@ -138,8 +161,10 @@ class ExampleRunner:
                 return None, {}
         for option in declaration.options:
             if option.shape is not None:
+                if not self.tensor_fits(declaration, option, given.get(option.name), call):
+                    return None, {}
                 bound[option.name] = TensorRef(option.name, len(option.shape), option_type(option))
-                tensors[option.name] = given.get(option.name, np.zeros((0,) * len(option.shape)))
+                tensors[option.name] = given[option.name]
             elif option.name in given:
                 bound[option.name] = Var(option.name, option_type(option))
             elif option.default is not None:
@@ -154,6 +179,43 @@ class ExampleRunner:
                 return None, {}
         return bound, tensors
 
+    def tensor_fits(
+        self, declaration: ast.Declaration, option: ast.Parameter, value: Any, call: ast.Call
+    ) -> bool:
+        """Whether an example gives a captured tensor, with the rank and type of the declaration."""
+        assert option.shape is not None
+        if value is None:
+            self.report.error(
+                "E0120",
+                f"`{declaration.name}` needs a value for `{option.name}`",
+                call.span,
+                hint=f"write `; {option.name} = [...]`",
+            )
+            return False
+        kind = {"b": Type.BOOL, "i": Type.INT, "f": Type.FLOAT}.get(np.asarray(value).dtype.kind)
+        rank = len(option.shape)
+        if kind is not None and np.ndim(value) == rank and convertible(kind, option_type(option)):
+            return True
+        self.report.error(
+            "E0201",
+            f"`{option.name}` of `{declaration.name}` is a {option_type(option).value} tensor of rank "
+            f"{rank}; the example gives {kind.value if kind else 'integers beyond 64 bits'} of rank "
+            f"{np.ndim(value)}",
+            call.span,
+        )
+        return False
+
+    @staticmethod
+    def dimensions(declaration: ast.Declaration, tensors: Mapping[str, Any]) -> dict[str, int]:
+        """Dimensions of the block's own that the shapes of its tensors bind, such as T of `up[B, M, T]`."""
+        own = new_dimensions(declaration)
+        found: dict[str, int] = {}
+        for option in declaration.options:
+            for axis, extent in enumerate(option.shape or ()):
+                if isinstance(extent.size, ast.Name) and extent.size.id in own:
+                    found.setdefault(extent.size.id, np.shape(tensors[option.name])[axis])
+        return found
+
     def default(self, option: ast.Parameter, bound: Mapping[str, Binding]) -> Expr | None:
         assert option.default is not None
         dims: dict[str, Binding] = {"Dqk": Var("Dqk", Type.INT), "Dv": Var("Dv", Type.INT)}
@@ -165,21 +227,27 @@ class ExampleRunner:
         return value
 
     def normalizer(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float, ...] | None:
-        scores = self.literal(call.args[0]) if call.args else None
-        parts = split(declaration.result)
-        options = self.constants(call)
-        if scores is None or parts is None or options is None:
+        """The weights of a row, from a list of its scores; N is its length."""
+        parts, arguments = split(declaration.result), self.arguments(declaration, call)
+        if parts is None or arguments is None:
             return None
+        env, bindings, tensors = arguments
         names: dict[str, Binding] = {n: Var(n, t) for n, t in SLOTS["normalizer"].inputs.items()}
-        names |= {n: Var(n, Type.FLOAT) for n in options}
-        scope = Scope(names, self.report, self.blocks.functions, self.blocks.inline)
+        names |= {d: Var(d, Type.INT) for d in DIMENSIONS}
+        scope = Scope({**names, **bindings}, self.report, self.blocks.functions, self.blocks.inline)
         weight = expression(parts[0], scope)
         extra = expression(parts[2], scope) if parts[2] is not None else Const(0.0, Type.FLOAT)
         if weight is None or extra is None:
             return None
-        w = np.atleast_1d(evaluate(weight, {"s": scores, **options}))
-        total = w.sum() + evaluate(extra, options) if parts[1] is not None else 1.0
-        return tuple(float(x) for x in w / total)
+        try:
+            env = {"N": np.size(env["s"]), **env}
+            w = np.atleast_1d(evaluate(weight, env, tensors))
+            total = w.sum() + evaluate(extra, env, tensors) if parts[1] is not None else 1.0
+        except KeyError as missing:
+            self.missing(missing, call)
+            return None
+        with np.errstate(all="ignore"):  # 0 / 0 is NaN, which no literal equals
+            return tuple(float(x) for x in w / total)
 
     def macro(self, declaration: ast.Declaration, call: ast.Call) -> float | None:
         """A function over rows: `q` and `k` are lists, `dot` is their inner product."""
@@ -196,7 +264,9 @@ class ExampleRunner:
         for option in declaration.options:
             if option.name not in env and option.default is not None:
                 value = self.default(option, {})
-                env[option.name] = None if value is None else evaluate(value, env)
+                if value is None:
+                    return None
+                env[option.name] = evaluate(value, env)
         rows = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
         return self.macro_value(declaration.result, rows, env)
 
@@ -204,18 +274,25 @@ class ExampleRunner:
         if not isinstance(node, ast.Call):
             return None
         if node.function == "dot":
-            q, k = (rows[a.id] for a in node.args if isinstance(a, ast.Name))
+            q, k = (rows.get(a.id) if isinstance(a, ast.Name) else None for a in (*node.args, None, None)[:2])
+            if q is None or k is None or np.shape(q) != np.shape(k) or len(node.args) != 2:
+                self.report.error("E0314", "an example's `dot` takes two rows of one length", node.span)
+                return None
             return float(q @ k)
-        inner = self.macro_value(node.args[0], rows, env)
-        declaration = self.blocks.declarations[node.function]
+        inner = self.macro_value(node.args[0], rows, env) if node.args else None
+        declaration = self.blocks.declarations.get(node.function)
+        if declaration is None:
+            return None
         scope = Scope(
             {n: Var(n, Type.FLOAT) for n in env}, self.report, self.blocks.functions, self.blocks.inline
         )
         options = self.blocks.bind_options(declaration, node, scope)
         formula = self.blocks.instantiate(declaration, options or {}, {})
         self.blocks.runtime_bounds.clear()
-        return (
-            None
-            if formula is None or inner is None
-            else float(evaluate_formula(formula, {"s": inner, **env})[0])
-        )
+        if formula is None or inner is None:
+            return None
+        try:
+            return float(evaluate_formula(formula, {"s": inner, **env})[0])
+        except KeyError as missing:
+            self.missing(missing, node)
+            return None

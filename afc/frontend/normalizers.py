@@ -49,20 +49,21 @@ def classify(
                 "E0306", "what is added to the sum may not depend on the key", declaration.result.span
             )
             return None
-    exponential = weight == Op("exp", (Var("s", Type.FLOAT),), Type.FLOAT)
-    if not exponential or sum_node is None or extra is not None:
+    exponential = sum_node is not None and weight == Op("exp", (Var("s", Type.FLOAT),), Type.FLOAT)
+    if sum_node is not None and not exponential:
         blocks.report.error(
             "E0404",
-            f"`{declaration.name}`: this version compiles exp(s) / sum(exp(s)) only",
+            f"`{declaration.name}` divides by a sum of weights other than exp(s), which is outside what this "
+            "version compiles",
             node.span,
-            hint="use `softmax`",
+            hint="exp(s) / (sum(exp(s)) + extra), or a weight without a sum",
         )
         return None
     return Normalizer(
         declaration.name,
         Formula(inline_lets(Formula((weight,)))),
         exponential,
-        True,
+        sum_node is not None,
         extra,
         call_text(declaration, dict(options)),
         declaration.doc,

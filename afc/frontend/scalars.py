@@ -10,20 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from afc.errors import Span
-from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var, const
+from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var, const, inline_lets
 from afc.expr.operators import BINARY, FUNCTIONS, OPERATORS, call, neg, select, to_float
 from afc.expr.simplify import simplify
 from afc.frontend import ast
 from afc.frontend.report import Report, did_you_mean
+from afc.ir.program import Extent
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A captured tensor as a block sees it: `name` in the attention's signature."""
+    """A captured tensor as a block sees it: `name` and sizes in the attention's signature.
+
+    `shape` is empty where a block is looked at without a caller.
+    """
 
     name: str
     rank: int
     type: Type
+    shape: tuple[Extent, ...] = ()
 
 
 Binding = Expr | TensorRef
@@ -40,6 +45,7 @@ class Scope:
     lets: list[Let] = field(default_factory=list)
     prefix: str = ""
     depth: int = 0
+    require_positive: Callable[[Expr, str, Span], None] | None = None  # takes note of a divisor
 
     def allowed(self) -> str:
         """The names in reach, for messages."""
@@ -50,6 +56,9 @@ def expression(node: ast.Node, scope: Scope) -> Expr | None:
     """Typed expression of a syntax tree, or None after a reported mistake."""
     match node:
         case ast.Literal(value=value):
+            if type(value) is int and value >= 2**63:
+                scope.report.error("E0124", "an int has 64 bits, less than this number needs", node.span)
+                return None
             return const(value)
         case ast.Name():
             return _name(node, scope)
@@ -146,9 +155,16 @@ def combine(name: str, left: Expr, right: Expr, symbol: str, span: Span, scope: 
     if name in ("floordiv", "mod") and isinstance(right, Const) and right.value <= 0:
         scope.report.error("E0113", f"the divisor of `{symbol}` must be positive, not {right.value}", span)
         return None
+    if name in ("floordiv", "mod") and scope.require_positive is not None:
+        scope.require_positive(_spelled_out(right, scope), symbol, span)
     if rule == "float" or (rule in ("number", "compare") and left.type is not right.type):
         left, right = to_float(left), to_float(right)
     return call(name, left, right)
+
+
+def _spelled_out(expr: Expr, scope: Scope) -> Expr:
+    """The expression without intermediate values."""
+    return simplify(inline_lets(Formula((expr,), tuple(scope.lets)))[0])
 
 
 def _power(base: Expr, exponent: Expr, node: ast.Binary, scope: Scope) -> Expr | None:

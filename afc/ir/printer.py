@@ -37,6 +37,10 @@ def print_program(program: Program) -> str:
         lines += _step("mask", step)
     normalizer = program.normalizer
     lines.append(f"  normalizer {normalizer.call}: factor {normalizer.factor!r}")
+    if not normalizer.has_sum:
+        lines.append("    no sum over the keys: the last score is the weight")
+    if normalizer.extra is not None:
+        lines += ["    adds to the sum", *_formula(normalizer.extra, 6)]
     gradient = program.score_gradient
     if gradient is not None:
         lines.append(f"  score gradient: constant {gradient.constant!r}")

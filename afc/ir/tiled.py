@@ -9,6 +9,7 @@ steps for a target. Names in capitals are tiles: rows = queries, columns = keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Union
 
@@ -59,9 +60,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Mask:
-    """X = -inf where the mask, or the end of a sequence, removes the element. Only on partial tiles."""
+    """X = `removed` where the mask, or the end of a sequence, removes the element. Only on partial tiles."""
 
     x: str
+    removed: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class ScoreGradient:
-    """dS = P (dP - delta), times the derivative of the score steps at S."""
+    """dS = P (dP - delta), times the derivative of the score steps at S.
+
+    Without a sum over the keys `delta` is None: dS = dP times that derivative, of which the weight is part.
+    """
 
     out: str
     p: str
     dp: str
-    delta: str
+    delta: str | None
     s: str
 
 
@@ -139,7 +144,9 @@ class RotateBack:
 
 @dataclass(frozen=True)
 class Normalize:
-    """O /= l where l > 0, else 0; LSE = f m + log l, -inf for a row without a key."""
+    """O exp(f m) / Z and LSE = log Z, where Z = l exp(f m) + extra: the sum of the weights and what the
+    normalizer adds to it. A row without a key has O = 0 and LSE = log extra, -inf without an extra.
+    """
 
     o: str
     maximum: str
@@ -265,6 +272,8 @@ class Semantics:
     softmax_scale: float
     gradient_scale: float
     mask: MaskPlan
+    has_sum: bool = True
+    log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
 
 
 @dataclass(frozen=True)

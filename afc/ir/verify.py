@@ -22,7 +22,10 @@ def verify(program: Program, after: str) -> None:
         if rotation.matrix is not None:
             groups.append((rotation.block, rotation.matrix, known | {"p", "c"}))
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]
-    groups.append((program.normalizer.block, program.normalizer.weight, known | indices))
+    normalizer = program.normalizer
+    groups.append((normalizer.block, normalizer.weight, known | indices))
+    if normalizer.extra is not None:
+        groups.append((normalizer.block, normalizer.extra, known | (indices - {"s", "n", "j"})))
     if program.score_gradient is not None:
         groups += [
             ("score gradient", f, known | indices) for f in program.score_gradient.steps if f is not None

@@ -15,6 +15,18 @@ from afc.ir.program import Program, ScoreGradient, Step
 S = Var("s", Type.FLOAT)
 
 
+def weigh(program: Program) -> Program:
+    """Without a sum over the keys the weight is one more formula on the score: the last score step."""
+    normalizer = program.normalizer
+    if normalizer.has_sum or normalizer.weight.result == S:
+        return program
+    n = normalizer
+    step = Step(n.block, n.weight, n.call, n.doc, n.span, n.origin)
+    return replace(
+        program, scores=(*program.scores, step), normalizer=replace(normalizer, weight=Formula((S,)))
+    )
+
+
 def merge_linear(program: Program) -> Program:
     """Substitute a step `k * s` (k constant) into the step that follows it, where the constants then fold."""
     steps: list[Step] = []

@@ -142,16 +142,28 @@ def _trace(program: Program, call: Call) -> _Trace:
     for step in program.masks:
         keep &= evaluate_formula(step.formula, env, call.tensors)[0]
     x = program.normalizer.factor * x
-    masked = np.where(keep, x, -np.inf)
-    maximum = np.max(masked, axis=-1, keepdims=True, initial=-np.inf)
+    if not program.normalizer.has_sum:
+        p = np.where(keep, x, 0.0)
+        return _Trace(q, k, s, x, keep, p, Result(_gated(p, v), np.zeros(s.shape[:-1])))
+    masked, extra = np.where(keep, x, -np.inf), _log_extra(program, call)
+    maximum = np.maximum(np.max(masked, axis=-1, keepdims=True, initial=-np.inf), extra)
     safe = np.where(np.isneginf(maximum), 0.0, maximum)
     weights = np.exp(masked - safe)
-    total = weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True) + np.exp(extra - safe)
     live = total > 0
     p = weights / np.where(live, total, 1.0)
     with np.errstate(divide="ignore"):
         lse = np.where(live, safe + np.log(total), -np.inf)[..., 0]
     return _Trace(q, k, s, x, keep, p, Result(_gated(p, v), lse))
+
+
+def _log_extra(program: Program, call: Call) -> Array:
+    """Logarithm of what the normalizer adds to the sum, broadcastable to [B, H, M, 1]; -inf for nothing."""
+    extra = program.normalizer.extra
+    if extra is None:
+        return np.array(-np.inf)
+    with np.errstate(divide="ignore"):
+        return np.log(evaluate_formula(extra, call.elements(), call.tensors)[0])
 
 
 def _gated(weights: Array, values: Array) -> Array:
@@ -174,8 +186,11 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     delta = (do * t.result.o).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]
-    dx = t.p * (do @ v.swapaxes(-1, -2) - delta)
-    ds = np.where(t.keep & (t.p != 0), dx * _score_derivative(program, call, t.s), 0.0)
+    dp, derivative = do @ v.swapaxes(-1, -2), _score_derivative(program, call, t.s)
+    if program.normalizer.has_sum:
+        ds = np.where(t.keep & (t.p != 0), t.p * (dp - delta) * derivative, 0.0)
+    else:
+        ds = np.where(t.keep, dp * derivative, 0.0)
     dq = rotate(ds @ t.k, program.q_steps, call.q_origin, transpose=True)
     dk = rotate(_sum_group(ds.swapaxes(-1, -2) @ t.q, group), program.k_steps, call.k_origin, transpose=True)
     return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group))

@@ -72,7 +72,7 @@ def run_forward(plan: LaunchPlan, call: Call) -> Result:
     memory = _memory(plan, call)
     b, h, m, _ = call.q.shape
     memory.tensors["o"] = np.full((b, h, m, call.v.shape[3]), np.nan)
-    memory.tensors["lse"] = np.full((b, h, m, 1), np.nan)
+    memory.tensors["lse"] = np.full((b, h, m, 1), np.nan if plan.semantics.has_sum else 0.0)
     _run(plan.forward, memory)
     return Result(memory.tensors["o"], memory.tensors["lse"][..., 0])
 
@@ -172,9 +172,9 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             _matmul(op, work, memory)
         case Scores(out=out, s=s):
             tiles[out] = _scores(tiles[s], work, memory)
-        case Mask(x=x):
+        case Mask(x=x, removed=removed):
             if work.partial:
-                tiles[x] = np.where(_keep(work, memory), tiles[x], -np.inf)
+                tiles[x] = np.where(_keep(work, memory), tiles[x], removed)
         case OnlineSoftmax():
             _online_softmax(op, work, semantics)
         case Weights(out=out, x=x, lse=lse):
@@ -183,8 +183,12 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             )
             tiles[out] = np.exp(np.where(np.isnan(exponent), -np.inf, exponent))
         case ScoreGradient(out=out, p=p, dp=dp, delta=delta, s=s):
-            tiles[out] = tiles[p] * (tiles[dp] - tiles[delta]) * _score_gradient(tiles[s], work, memory)
-            tiles[out] = np.where(tiles[p] == 0, 0.0, tiles[out])
+            derivative = _score_gradient(tiles[s], work, memory)
+            if delta is None:
+                tiles[out] = tiles[dp] * derivative
+            else:
+                ds = tiles[p] * (tiles[dp] - tiles[delta]) * derivative
+                tiles[out] = np.where(tiles[p] == 0, 0.0, ds)
         case RowDot(out=out, a=a, b=b, minus=minus):
             tiles[out] = (tiles[a] * tiles[b]).sum(-1, keepdims=True) - tiles[minus]
         case Round(x=x):
@@ -314,11 +318,24 @@ def _normalize(op: Normalize, work: _Work, memory: _Memory) -> None:
     rows = work.rows.stop - work.rows.start
     total = tiles.get(op.total, np.zeros((rows, 1)))
     o = tiles.get(op.o, np.zeros((rows, memory.semantics.head_v)))
+    scaled = memory.semantics.softmax_scale * tiles.get(op.maximum, np.full((rows, 1), -np.inf))
+    extra = _log_extra(work, memory, rows)
     live = total > 0
-    tiles[op.o] = np.where(live, o / np.where(live, total, 1.0), 0.0)
-    with np.errstate(divide="ignore"):
-        scaled = memory.semantics.softmax_scale * tiles.get(op.maximum, np.full((rows, 1), -np.inf))
-        tiles[op.lse] = np.where(live, scaled + np.log(total), -np.inf)
+    with np.errstate(divide="ignore", over="ignore"):
+        total = np.where(live, total + np.exp(extra - np.where(live, scaled, 0.0)), 1.0)
+        tiles[op.o] = np.where(live, o / total, 0.0)
+        tiles[op.lse] = np.where(
+            live, np.logaddexp(scaled + np.log(tiles.get(op.total, total)), extra), extra
+        )
+
+
+def _log_extra(work: _Work, memory: _Memory, rows: int) -> Array:
+    """Logarithm of what the normalizer adds to the sum of each row; -inf where it adds nothing."""
+    formula = memory.semantics.log_extra
+    if formula is None:
+        return np.full((rows, 1), -np.inf)
+    value = evaluate_formula(formula, _env(work, memory), memory.call.tensors)[0]
+    return np.broadcast_to(value, (rows, 1))
 
 
 def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:

@@ -4,6 +4,7 @@ target.
 
     struct Item, load_item          terms that depend on neither row nor column
     score, score_gradient           the score steps and their derivative
+    log_extra                       logarithm of what the normalizer adds to the sum
     keep                            the mask
     key_run, query_run              runs of indices from the bounds of the mask
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double
@@ -34,7 +35,7 @@ from afc.expr.nodes import (
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
-from afc.ir.program import Program, Rotation, Step
+from afc.ir.program import DIMENSIONS, Program, Rotation, Step
 from afc.ir.rotation import distinct_entries
 from afc.ir.tiled import Semantics
 
@@ -52,6 +53,15 @@ DIMENSION_TEXT = {
     "B": "int(args.B)",
     "H": "int(args.Hq)",
     "Hk": "int(args.Hk)",
+}
+BOUND_TEXT = {  # in 64 bits
+    "M": "args.M",
+    "N": "args.N",
+    "B": "args.B",
+    "H": "args.Hq",
+    "Hk": "args.Hk",
+    "q_origin": "args.q_origin",
+    "k_origin": "args.k_origin",
 }
 INDICES = ("m", "n", "i", "j")
 TAKEN = frozenset(
@@ -127,6 +137,7 @@ TAKEN = frozenset(
         "score",
         "score_gradient",
         "keep",
+        "log_extra",
         "key_run",
         "query_run",
     ]
@@ -167,6 +178,7 @@ class BlockText:
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
+    has_extra: bool
     q_rotations: tuple[RotationText, ...]
     k_rotations: tuple[RotationText, ...]
 
@@ -191,8 +203,12 @@ class _Writer:
         self.program, self.semantics, self.dialect = program, semantics, dialect
         self.slots = {t.name: n for n, t in enumerate(program.tensors)}
         self.scalars = {p.name: n for n, p in enumerate(program.scalars)}
-        ranges = {**RANGES, **{p.name: POSITION for p in program.scalars if p.type is Type.INT}}
-        self.printer = Cpp("Real", dialect.suffix, DIMENSION_TEXT, ranges, self.slots)
+        sizes = _captured_sizes(program)
+        self.dimensions = {**DIMENSION_TEXT, **{name: f"int({text})" for name, text in sizes.items()}}
+        self.bound_names = {**BOUND_TEXT, **sizes}
+        scalars = {p.name: POSITION for p in program.scalars if p.type is Type.INT}
+        ranges = {**RANGES, **dict.fromkeys(sizes, SIZE), **scalars}
+        self.printer = Cpp("Real", dialect.suffix, self.dimensions, ranges, self.slots)
         self.taken: set[str] = set(TAKEN)
         self.rotations: dict[object, str] = {}
         self.fields = self._fields()
@@ -201,6 +217,7 @@ class _Writer:
     def write(self) -> BlockText:
         self._item()
         self._score()
+        self._extra()
         self._mask()
         self._runs()
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
@@ -211,6 +228,7 @@ class _Writer:
             bool(self.semantics.scores),
             gradient,
             self.semantics.mask.predicate is not None,
+            self.semantics.log_extra is not None,
             tuple(q),
             tuple(k),
         )
@@ -219,9 +237,11 @@ class _Writer:
 
     def _formulas(self) -> list[Formula]:
         gradients = [g for g in self.semantics.score_gradients if g is not None]
+        extra = self.semantics.log_extra
         return [
             *(s.formula for s in self.program.scores),
             *gradients,
+            *((extra,) if extra is not None else ()),
             *(s.formula for s in self.program.masks),
         ]
 
@@ -244,8 +264,9 @@ class _Writer:
                 found[expr] = _Field("int", expr.name, expr.name, expr)
             elif isinstance(expr, Load) and self._uniform(expr):
                 name = self._name("_".join([expr.tensor, *(attn(i) for i in expr.indices)]))
-                text = replace(self.printer, names={**DIMENSION_TEXT, **self._scalar_text()}).text(expr)
-                found[expr] = _Field(self._c_type(expr.type), name, text, expr)
+                text = replace(self.printer, names={**self.dimensions, **self._scalar_text()}).text(expr)
+                kind = "int64_t" if expr.type is Type.INT else self._c_type(expr.type)
+                found[expr] = _Field(kind, name, text, expr)
         return tuple(found.values())
 
     def _leaves(self, expr: Expr) -> list[Expr]:
@@ -263,11 +284,10 @@ class _Writer:
             p.name: f"args.scalar[{self.scalars[p.name]}].{members[p.type]}" for p in self.program.scalars
         }
 
-    @staticmethod
-    def _uniform(expr: Load) -> bool:
+    def _uniform(self, expr: Load) -> bool:
         inner = variables(expr)
         nested = any(isinstance(e, Load) for i in expr.indices for e in walk(i))
-        return not (inner & {*INDICES, "s"}) and not nested and inner <= {"b", "h", *DIMENSION_TEXT}
+        return not (inner & {*INDICES, "s"}) and not nested and inner <= {"b", "h", *self.dimensions}
 
     @staticmethod
     def _c_type(kind: Type) -> str:
@@ -330,6 +350,20 @@ class _Writer:
                 f"AFC_FN Real score_gradient({signature}) {{\n  {body}\n}}"
             )
 
+    def _extra(self) -> None:
+        formula = self.semantics.log_extra
+        if formula is None:
+            return
+        n = self.program.normalizer
+        step = Step(n.block, formula, n.call, n.doc, n.span, n.origin)
+        note = f"Logarithm of what {n.block} adds to the sum of a row."
+        name = self._name(f"{n.block}_log_extra")
+        call = self._function(name, step, formula, "Real", takes_s=False, note=note)
+        self.parts.append(
+            "AFC_FN Real log_extra(int m, int i, const Item &item, const afc_args &args) {\n"
+            f"  return {call};\n}}"
+        )
+
     def _function(
         self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None
     ) -> str:
@@ -346,7 +380,7 @@ class _Writer:
             if f"item.{member.name}" in used:
                 parameters.append(f"{member.c_type} {member.name}")
                 arguments.append(f"item.{member.name}")
-        if any(isinstance(e, Load) for e in formula_exprs(formula)) or used & set(DIMENSION_TEXT):
+        if any(isinstance(e, Load) for e in formula_exprs(formula)) or used & set(self.dimensions):
             parameters.append("const afc_args &args")
             arguments.append("args")
         names = {f"item.{f.name}": f.name for f in self.fields}
@@ -381,10 +415,10 @@ class _Writer:
         for let in formula.lets:
             base = let.name if let.name not in TAKEN and let.name not in parameters else f"{let.name}_"
             local[let.name] = base
-            printer = replace(self.printer, names={**DIMENSION_TEXT, **local}, ranges=ranges)
+            printer = replace(self.printer, names={**self.dimensions, **local}, ranges=ranges)
             kind = "auto" if let.value.type is Type.INT else self._c_type(let.value.type)
             lines.append(f"  const {kind} {base} = {printer.text(let.value)};")
-        printer = replace(self.printer, names={**DIMENSION_TEXT, **local}, ranges=ranges)
+        printer = replace(self.printer, names={**self.dimensions, **local}, ranges=ranges)
         return "\n".join([*lines, f"  return {printer.text(formula.result)};"])
 
     # ---- mask ---------------------------------------------------------------------------------------------
@@ -434,16 +468,7 @@ class _Writer:
             )
 
     def _offset(self, bound: Bound) -> str:
-        names = {
-            "M": "args.M",
-            "N": "args.N",
-            "B": "args.B",
-            "H": "args.Hq",
-            "Hk": "args.Hk",
-            "q_origin": "args.q_origin",
-            "k_origin": "args.k_origin",
-            **self._scalar_text(),
-        }
+        names = {**self.bound_names, **self._scalar_text()}
         return Cpp("double", "", names, {}, self.slots, native64=True).text(bound.offset)
 
     # ---- rotations ----------------------------------------------------------------------------------------
@@ -468,7 +493,7 @@ class _Writer:
         printer = Cpp(
             "double",
             "",
-            {**DIMENSION_TEXT, "p": "position", "c": "pair", **self._scalar_text()},
+            {**self.dimensions, "p": "position", "c": "pair", **self._scalar_text()},
             RANGES,
             self.slots,
         )
@@ -516,6 +541,16 @@ class _Writer:
 
         lets = tuple(Let(x.name, visit(x.value)) for x in formula.lets)
         return Formula(tuple(map(visit, formula.results)), lets), tables
+
+
+def _captured_sizes(program: Program) -> dict[str, str]:
+    """Sizes that captured tensors name (`T` of `up[B, M, T]`), read from the first tensor that has each."""
+    found: dict[str, str] = {}
+    for slot, tensor in enumerate(program.tensors):
+        for axis, extent in enumerate(tensor.shape):
+            if isinstance(extent.size, Var) and extent.size.name not in DIMENSIONS:
+                found.setdefault(extent.size.name, f"args.captured[{slot}].size[{axis}]")
+    return {name: text for name, text in found.items() if program.constant(name) is None}
 
 
 def _of_pair_alone(expr: Expr) -> bool:

@@ -63,6 +63,8 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         has_score=blocks.has_score,
         has_score_gradient=blocks.has_score_gradient,
         has_mask=blocks.has_mask,
+        has_extra=blocks.has_extra,
+        pointwise=not s.has_sum,
         rotated=tuple(r for r in rotated if r is not None),
         buffers=buffers,
         captured=len(program.tensors),

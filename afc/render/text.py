@@ -46,7 +46,8 @@ def size_text(expr: Expr) -> str:
     expr = rewrite(
         expr, lambda e: Op("div", e.args, e.type) if isinstance(e, Op) and e.name == "floordiv" else e
     )
-    return Cpp("double", "", SIZE_NAMES, {}, {}, native64=True).text(expr).replace("afc::max(", "larger(")
+    printer = Cpp("double", "", SIZE_NAMES, native64=True, mixes=True)
+    return printer.text(expr).replace("afc::max(", "larger(")
 
 
 def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, ...]:
@@ -77,12 +78,11 @@ def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, 
 def _blocks(program: Program) -> list[str]:
     rows = [s.call for s in program.q_steps]
     rows += [f"{s.call} on k" for s in program.k_steps if s.call not in rows]
-    return [
-        *rows,
-        *(s.call for s in program.scores),
-        *(s.call for s in program.masks),
-        program.normalizer.call,
-    ]
+    scores = [s.call for s in program.scores]
+    normalizer = program.normalizer.call
+    if not program.normalizer.has_sum and scores[-1:] == [normalizer]:
+        scores.pop()  # the weight is the last score step
+    return [*rows, *scores, *(s.call for s in program.masks), normalizer]
 
 
 def _param(param: object) -> str:

@@ -45,6 +45,7 @@ class EntryInfo:
     head_qk: int
     head_v: int
     backward: bool
+    lse: bool
     deterministic: bool
     archs: tuple[str, ...]
 
@@ -121,6 +122,7 @@ def _entry(index: int, data: Mapping[str, Any]) -> EntryInfo:
         data["Dqk"],
         data["Dv"],
         data["backward"],
+        data["lse"],
         data["deterministic"],
         tuple(data["archs"]),
     )

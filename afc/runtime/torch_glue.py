@@ -138,6 +138,10 @@ class TorchGlue:
         entry = self.check(q, k, v)
         captured = self.captured(q, k, v, options)
         self.check_mode(entry, q_origin, k_origin, deterministic)
+        if return_lse and not entry.lse:
+            raise ValueError(
+                f"{self.name}: return_lse: its normalizer has no sum over the keys, hence no LSE"
+            )
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad:
             if not entry.backward:

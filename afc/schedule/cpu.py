@@ -29,22 +29,16 @@ def plan(program: Program, storage: str) -> LaunchPlan:
 
     rotate = (launch(ops.rotate(f"{prefix}_rotate", tiles.rows)),) if rotates else ()
     first = (f"{prefix}_rotate",) if rotates else ()
-    forward = (*rotate, launch(ops.forward(f"{prefix}_forward", tiles.rows), *first))
-    backward = (
-        *rotate,
-        launch(ops.preprocess(f"{prefix}_preprocess", tiles.rows)),
-        launch(
-            ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale),
-            *first,
-            f"{prefix}_preprocess",
-        ),
-        launch(
-            ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, add_dq=False),
-            *first,
-            f"{prefix}_preprocess",
-        ),
-    )
+    has_sum = meaning.has_sum
+    forward = (*rotate, launch(ops.forward(f"{prefix}_forward", tiles.rows, has_sum=has_sum), *first))
+    # delta belongs to the gradient of the sum over the keys.
+    preprocess = (launch(ops.preprocess(f"{prefix}_preprocess", tiles.rows)),) if has_sum else ()
+    before = (*first, f"{prefix}_preprocess") if has_sum else first
+    dq = ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale, has_sum)
+    dkv = ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, False, has_sum)
+    backward = (*rotate, *preprocess, launch(dq, *before), launch(dkv, *before))
     both: tuple[Pass, ...] = ("forward", "backward")
     buffers = rotation_buffers(meaning, both, both, both, both)
-    buffers.append(Buffer("delta", meaning.compute, size("B", "H", "M"), ("backward",)))
+    if has_sum:
+        buffers.append(Buffer("delta", meaning.compute, size("B", "H", "M"), ("backward",)))
     return LaunchPlan(program.name, "cpu", meaning, forward, backward, tuple(buffers))

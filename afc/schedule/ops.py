@@ -30,24 +30,46 @@ from afc.ir.tiled import (
     Weights,
 )
 
-SCORES: tuple[TileOp, ...] = (Matmul("S", "Q", "K", transpose_b=True), Scores("X", "S"), Mask("X"))
+PRODUCT = Matmul("S", "Q", "K", transpose_b=True)
+SCORES: tuple[TileOp, ...] = (PRODUCT, Scores("X", "S"), Mask("X"))
 
-# P and dS of the backward pass, from the saved LSE.
-RECOMPUTE: tuple[TileOp, ...] = (
-    *SCORES,
-    Weights("P", "X", "LSE"),
-    Matmul("dP", "dO", "V", transpose_b=True),
-    ScoreGradient("dS", "P", "dP", "delta", "S"),
-    Round("P"),
-    Round("dS"),
-)
+# Without a sum over the keys the last score step gives the weight; what the mask removes has weight 0.
+WEIGHTS: tuple[TileOp, ...] = (PRODUCT, Scores("P", "S"), Mask("P", 0.0))
 
-ROWS = (Load("Q", "q"), Load("dO", "do"), Load("LSE", "lse"), Load("delta", "delta"))
+ROUND_BOTH = (Round("P"), Round("dS"))
+GRADIENT_OF_WEIGHTS = Matmul("dP", "dO", "V", transpose_b=True)
+
+
+def _recompute(has_sum: bool) -> tuple[TileOp, ...]:
+    """P and dS of the backward pass, from the saved LSE where there is one."""
+    if has_sum:
+        gradient = ScoreGradient("dS", "P", "dP", "delta", "S")
+        return (*SCORES, Weights("P", "X", "LSE"), GRADIENT_OF_WEIGHTS, gradient, *ROUND_BOTH)
+    pointwise = ScoreGradient("dS", "P", "dP", None, "S")
+    return (*WEIGHTS, GRADIENT_OF_WEIGHTS, pointwise, Mask("dS", 0.0), *ROUND_BOTH)
+
+
+def _rows(has_sum: bool) -> tuple[TileOp, ...]:
+    """What the backward pass loads of a tile of queries."""
+    rows: tuple[TileOp, ...] = (Load("Q", "q"), Load("dO", "do"))
+    return (*rows, Load("LSE", "lse"), Load("delta", "delta")) if has_sum else rows
+
+
 KEYS = (Load("K", "k"), Load("V", "v"))
 
 
-def forward(name: str, tile: Tile, form: Literal["exact", "stale", "watched"] = "exact") -> TiledKernel:
-    """O and LSE of a tile of queries; `form` of the softmax in full tiles."""
+def forward(
+    name: str, tile: Tile, form: Literal["exact", "stale", "watched"] = "exact", has_sum: bool = True
+) -> TiledKernel:
+    """O and LSE of a tile of queries; `form` of the softmax in full tiles.
+
+    Without a sum over the keys there is no LSE.
+    """
+    weights: tuple[TileOp, ...] = WEIGHTS
+    epilogue: tuple[TileOp, ...] = (Round("O"), Store("O", "o"))
+    if has_sum:
+        weights = (*SCORES, OnlineSoftmax("P", "X", "m", "l", ("O",), form))
+        epilogue = (Normalize("O", "m", "l", "LSE"), *epilogue, Store("LSE", "lse"))
     return TiledKernel(
         name,
         "forward",
@@ -56,14 +78,8 @@ def forward(name: str, tile: Tile, form: Literal["exact", "stale", "watched"] = 
         "longest first",
         prologue=(Load("Q", "q"),),
         walk=Walk("keys"),
-        body=(
-            *KEYS,
-            *SCORES,
-            OnlineSoftmax("P", "X", "m", "l", ("O",), form),
-            Round("P"),
-            Matmul("O", "P", "V", accumulate=True),
-        ),
-        epilogue=(Normalize("O", "m", "l", "LSE"), Round("O"), Store("O", "o"), Store("LSE", "lse")),
+        body=(*KEYS, *weights, Round("P"), Matmul("O", "P", "V", accumulate=True)),
+        epilogue=epilogue,
     )
 
 
@@ -82,7 +98,7 @@ def preprocess(name: str, tile: Tile) -> TiledKernel:
     )
 
 
-def backward_queries(name: str, tile: Tile, gradient_scale: float) -> TiledKernel:
+def backward_queries(name: str, tile: Tile, gradient_scale: float, has_sum: bool = True) -> TiledKernel:
     """dQ of a tile of queries: walks the keys, so nothing is added across work items."""
     return TiledKernel(
         name,
@@ -90,14 +106,16 @@ def backward_queries(name: str, tile: Tile, gradient_scale: float) -> TiledKerne
         "queries",
         tile,
         "longest first",
-        prologue=ROWS,
+        prologue=_rows(has_sum),
         walk=Walk("keys"),
-        body=(*KEYS, *RECOMPUTE, Matmul("dQ", "dS", "K", accumulate=True)),
+        body=(*KEYS, *_recompute(has_sum), Matmul("dQ", "dS", "K", accumulate=True)),
         epilogue=(Scale("dQ", gradient_scale), RotateBack("dQ", "q"), Round("dQ"), Store("dQ", "dq")),
     )
 
 
-def backward_keys(name: str, tile: Tile, gradient_scale: float, add_dq: bool) -> TiledKernel:
+def backward_keys(
+    name: str, tile: Tile, gradient_scale: float, add_dq: bool, has_sum: bool = True
+) -> TiledKernel:
     """dK and dV of a tile of keys: walks the queries of every head of the group.
 
     `add_dq`: dQ goes to a float32 sum.
@@ -112,8 +130,8 @@ def backward_keys(name: str, tile: Tile, gradient_scale: float, add_dq: bool) ->
         prologue=KEYS,
         walk=Walk("queries", over_group=True),
         body=(
-            *ROWS,
-            *RECOMPUTE,
+            *_rows(has_sum),
+            *_recompute(has_sum),
             Matmul("dV", "P", "dO", transpose_a=True, accumulate=True),
             Matmul("dK", "dS", "Q", transpose_a=True, accumulate=True),
             *dq,

@@ -16,6 +16,7 @@ from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, T
 from afc.schedule import ops
 from afc.schedule.common import (
     check_heads,
+    check_softmax,
     check_storage,
     items,
     rotation_buffers,
@@ -28,9 +29,10 @@ from afc.schedule.targets import sm80
 
 
 def plan(program: Program, storage: str) -> LaunchPlan:
-    """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410."""
+    """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410, E0411."""
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
+    check_softmax(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)

@@ -17,6 +17,7 @@ from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, T
 from afc.schedule import ops
 from afc.schedule.common import (
     check_heads,
+    check_softmax,
     check_storage,
     items,
     rotation_buffers,
@@ -31,9 +32,10 @@ ROW_TILE = 32
 
 
 def plan(program: Program, storage: str) -> LaunchPlan:
-    """The plan of a program on Hopper. Raises UsageError E0405, E0406, E0409."""
+    """The plan of a program on Hopper. Raises UsageError E0405, E0406, E0409, E0411."""
     check_storage("sm90", storage, sm90.STORAGES)
     check_heads(program, "sm90", sm90.HEAD_MULTIPLE, sm90.HEAD_MAX)
+    check_softmax(program, "sm90")
     meaning = semantics(program, storage, "float")
     head = max(meaning.head_qk, meaning.head_v)
     front = next(t for t in sm90.FORWARD if head <= t.head_max)

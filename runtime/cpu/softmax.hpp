@@ -47,6 +47,18 @@ template <class Real> AFC_FN Real log_sum_exp(Real softmax_scale, Real maximum, 
   return sum == Real(0) ? minus_infinity<Real>() : softmax_scale * maximum + std::log(sum);
 }
 
+// exp(softmax_scale * maximum) / Z with Z = sum * exp(softmax_scale * maximum) + exp(log_extra): what turns
+// the weighted sum of a row into its output. 0 for a row without a key.
+template <class Real> AFC_FN Real inverse_sum(Real softmax_scale, Real maximum, Real sum, Real log_extra) {
+  return sum == Real(0) ? Real(0) : Real(1) / (sum + std::exp(log_extra - softmax_scale * maximum));
+}
+
+// log(exp(a) + exp(b)) without overflow.
+template <class Real> AFC_FN Real log_add_exp(Real a, Real b) {
+  const Real high = a > b ? a : b, low = a > b ? b : a;
+  return high == minus_infinity<Real>() ? high : high + std::log1p(std::exp(low - high));
+}
+
 // The LSE as backward subtracts it: in units of log2, +infinity for a row without a key, so that its weights
 // are 0.
 template <class Real> AFC_FN Real weight_offset(Real lse) {

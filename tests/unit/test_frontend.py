@@ -101,7 +101,7 @@ ERRORS = {
     "E0402": lm("return softmax(alibi(dot(q, k); slope)) @ v", "slope[H]: grad"),
     "E0403": "rotate f(x0, x1, b, p) over half = (x0 * b, x1)\n"
     + lm("q = f(q)\nreturn softmax(dot(q, k)) @ v"),
-    "E0404": "normalizer f(s) = exp(s) / (1.0 + sum(exp(s)))\n" + lm("return f(dot(q, k)) @ v"),
+    "E0404": "normalizer f(s) = max(s, 0.0) / sum(max(s, 0.0))\n" + lm("return f(dot(q, k)) @ v"),
 }
 
 

@@ -12,9 +12,11 @@ import pytest
 
 from afc import passes
 from afc.errors import SourceError, UsageError
+from afc.expr.evaluate import evaluate
+from afc.expr.nodes import Type, variables
 from afc.frontend import check_file, check_text
 from afc.ir.printer import print_plan, print_program
-from afc.ir.program import Program
+from afc.ir.program import DIMENSIONS, Program, TensorParam
 from afc.ir.protocol import WorkItem
 from afc.ir.tiled import LaunchPlan, Load, Tile
 from afc.masks import key_run, query_run
@@ -53,16 +55,26 @@ def call(
 ) -> Call:
     g = np.random.default_rng()
     h, hk = heads
-    tensors = {t.name: g.uniform(0.1, 1.0, (h,)) for t in program.tensors}
+    sizes = {"B": 2, "H": h, "Hk": hk, "M": m, "N": n, "Dqk": d, "Dv": d}
     scalars = {s.name: 11 for s in program.scalars}
+    own = {x for t in program.tensors for e in t.shape for x in variables(e.size)} - {*sizes, *scalars}
+    known = {**sizes, **scalars, **dict.fromkeys(sorted(own), 7)}
     return Call(
         g.standard_normal((2, h, m, d)),
         g.standard_normal((2, hk, n, d)),
         g.standard_normal((2, hk, n, d)),
-        tensors,
-        scalars,
+        {t.name: captured(t, known, g) for t in program.tensors},
+        {x: known[x] for x in (*scalars, *own)},
         *origins,
     )
+
+
+def captured(tensor: TensorParam, sizes: dict[str, int], g: np.random.Generator) -> Any:
+    """Random values: floats in [0.1, 1], few different integers, one bool in two true."""
+    shape = tuple(int(evaluate(e.size, sizes)) for e in tensor.shape)
+    if tensor.type is Type.FLOAT:
+        return g.uniform(0.1, 1.0, shape)
+    return g.integers(0, 2 if tensor.type is Type.BOOL else 5, shape).astype(tensor.type.value)
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm80", "sm90"])
@@ -158,15 +170,41 @@ def test_formula_equals_pytorch() -> None:
     torch = pytest.importorskip("torch")
     from tests.support import dense
 
-    for path in EXAMPLES:
-        program = lowered(path, 64)
+    for name, variant in dense.VARIANTS.items():
+        program = lowered(EXAMPLES[0].parent / f"{name}.attn", 64)
         arguments = call(program, 30, 40, origins=(10, 0), d=64)
         extras = {n: torch.from_numpy(t) for n, t in arguments.tensors.items()} | dict(arguments.scalars)
         q, k, v = (torch.from_numpy(x) for x in (arguments.q, arguments.k, arguments.v))
-        o, lse = dense.VARIANTS[path.stem].reference(q, k, v, **extras, q_origin=10)
+        o, lse = variant.reference(q, k, v, **extras, q_origin=10)
         got = forward(program, arguments)
-        np.testing.assert_allclose(got.o, o.numpy(), rtol=0, atol=1e-12, err_msg=path.stem)
-        np.testing.assert_allclose(got.lse, lse.numpy(), rtol=0, atol=1e-12, err_msg=path.stem)
+        np.testing.assert_allclose(got.o, o.numpy(), rtol=0, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(got.lse, lse.numpy(), rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_formula_equals_the_published_variants() -> None:
+    torch = pytest.importorskip("torch")
+    from tests.support.checks import inputs
+    from tests.support.published import PUBLISHED
+
+    torch.manual_seed(0)
+    for name, variant in PUBLISHED.items():
+        shape = variant.shape
+        q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, D, D, torch.float64)
+        extras = {
+            n: x.double() if getattr(x, "is_floating_point", bool)() else x
+            for n, x in variant.arguments(shape).items()
+        }
+        o, lse = variant.reference(q, k, v, **extras)
+        program = lowered(EXAMPLES[0].parent / f"{name}.attn")
+        arrays = {n: x.numpy() for n, x in extras.items() if isinstance(x, torch.Tensor)}
+        numbers = {n: x for n, x in extras.items() if n not in arrays}
+        origins = {n: numbers.pop(n, 0) for n in ("q_origin", "k_origin")}
+        for tensor in program.tensors:
+            for extent, size in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
+                numbers |= {x: size for x in variables(extent.size) - {*DIMENSIONS, *numbers}}
+        got = forward(program, Call(q.numpy(), k.numpy(), v.numpy(), arrays, numbers, **origins))
+        np.testing.assert_allclose(got.o, o.numpy(), rtol=0, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(got.lse, lse.numpy(), rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_roundings_are_where_the_schedule_says() -> None:

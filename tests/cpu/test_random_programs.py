@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs in float64, three ways: the formula interpreter, the schedule interpreter, compiled C++."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import afc
+from afc import passes
+from afc.frontend import check_text
+from afc.reference import Call, backward, forward, run_backward, run_forward
+from afc.schedule.plan import schedule
+
+COUNT, HEAD = 4, 16
+NORMALIZERS = (
+    "softmax({})",
+    "softmax({})",
+    "softmax1({})",
+    "softmax_sink({}; sink = t)",
+    "sigmoid_attention({}; bias = -log(N))",
+    "relu_attention({})",
+)
+
+
+class Author:
+    """Writes random programs from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def pick(self, *choices: str) -> str:
+        return self.random.choice(choices)
+
+    def number(self) -> str:
+        return f"{self.random.uniform(0.2, 2.0):.3f}"
+
+    def formula(self, depth: int) -> str:
+        """Of s and indices: differentiable almost everywhere, of moderate size for moderate s."""
+        if depth == 0:
+            return self.pick("s", "s", "s", self.number(), "(j - i) * 0.05", "t[h]", "u[b, m]", "0.1 * h")
+        a, b = self.formula(depth - 1), self.formula(depth - 1)
+        return self.pick(
+            f"({a} + {b})",
+            f"({a} - {b})",
+            f"({a} * {self.number()})",
+            f"tanh({a})",
+            f"sigmoid({a}) * {b}",
+            f"max({a}, {b})",
+            f"min({a}, {self.number()})",
+            f"({a} / (1.0 + abs({b})))",
+            f"(if {self.condition(0, captured=False)} then {a} else {b})",
+            f"sin({a})",
+            f"clamp({a}, -2.0, 2.0)",
+            f"log(1.0 + exp(min({a}, 4.0)))",
+        )
+
+    def condition(self, depth: int, captured: bool = True) -> str:
+        c = self.random.randrange(1, 30)
+        if depth == 0:
+            return self.pick(
+                f"j <= i + {c}",
+                f"i - j < {c}",
+                f"j - i < {c}",
+                f"(i + j) % {c} != 0",
+                f"j // {c} == i // {c}",
+                f"j < {c}",
+                f"i + j > {c}",
+                f"(h % 2 == 0 or j <= i + {c})",
+                f"flags[b, n % {c}]" if captured else "true",
+            )
+        a, b = self.condition(depth - 1), self.condition(depth - 1)
+        return self.pick(f"({a} and {b})", f"({a} or {b})", f"not ({a})")
+
+    def program(self, index: int) -> str:
+        rotation = self.pick("", "q, k = rope(q, k)", "q[:8], k[:8] = rope(q[:8], k[:8]; base = 100.0)")
+        scores = f"mask_{index}(score_{index}(dot(q, k); t, u); flags)"
+        formula, condition = (
+            self.formula(self.random.randrange(1, 4)),
+            self.condition(self.random.randrange(3)),
+        )
+        parts = [
+            f"score score_{index}(s, b, h, i, j, m; t[H], u[B, M]) = {formula}",
+            f"mask mask_{index}(b, h, i, j, n; flags[B, N]: bool) = {condition}",
+            f"attention random_{index}(q, k, v; t[H], u[B, M], flags[B, N]: bool) {{",
+            *([f"    {rotation}"] if rotation else []),
+            f"    return {self.pick(*NORMALIZERS).format(scores)} @ v",
+            "}",
+        ]
+        return "\n".join(parts) + "\n"
+
+
+def close(found: Any, want: Any, what: str) -> None:
+    scale = max(1.0, float(np.abs(want[np.isfinite(want)]).max(initial=0.0)))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * scale, err_msg=what)
+
+
+def test_three_ways(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    text = "\n".join(Author(seed + n).program(n) for n in range(COUNT))
+    path = tmp_path / "random.attn"
+    path.write_text(text, encoding="utf-8")
+    module = afc.load(path, D=HEAD, dtype=torch.float64, backend="cpu")
+    g = np.random.default_rng(seed)
+    for n, program in enumerate(check_text(text, str(path)).programs):
+        lowered = passes.run(program, {"Dqk": HEAD, "Dv": HEAD})
+        plan = schedule(lowered, "cpu", "float64")
+        for m, keys, origins in ((45, 61, (0, 0)), (61, 45, (20, 3))):
+            what = f"seed {seed}\n{Author(seed + n).program(n)}"
+            tensors = {
+                "t": g.uniform(-1, 1, 4),
+                "u": g.uniform(-1, 1, (2, m)),
+                "flags": g.random((2, keys)) < 0.7,
+            }
+            shapes = ((2, 4, m, HEAD), (2, 2, keys, HEAD), (2, 2, keys, HEAD))
+            q, k, v = (g.standard_normal(s) for s in shapes)
+            used = {x.name: tensors[x.name] for x in lowered.tensors}
+            call = Call(q, k, v, used, {}, *origins)
+            do = g.standard_normal((2, 4, m, HEAD))
+            want, scheduled = forward(lowered, call), run_forward(plan, call)
+            gradients = backward(lowered, call, do)
+            close(scheduled.o, want.o, what)
+            for name, found in vars(run_backward(plan, call, scheduled, do)).items():
+                close(found, getattr(gradients, name), f"{name} of {what}")
+            inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+            options = {name: torch.from_numpy(x) for name, x in tensors.items()}
+            kernel = getattr(module, f"random_{n}")
+            o = kernel(*inputs, **options, q_origin=origins[0], k_origin=origins[1])
+            close(o.detach().numpy(), want.o, what)
+            found = torch.autograd.grad(o, inputs, torch.from_numpy(do))
+            for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+                close(x.numpy(), getattr(gradients, name), f"{name} of {what}")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published variants on the CPU target, forward and backward, against PyTorch written from their papers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import afc
+from tests.support.checks import EXAMPLES, compare, failures, inputs
+from tests.support.dense import VARIANTS
+from tests.support.published import PUBLISHED
+
+D = 32
+Key = tuple[str, torch.dtype]
+
+
+def load(key: Key) -> ModuleType:
+    name, dtype = key
+    return afc.load(EXAMPLES / f"{name}.attn", D=D, dtype=dtype, backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def modules(request: Any) -> dict[Key, ModuleType]:
+    """The modules of the selected tests, compiled two at a time."""
+    own = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    keys = [(p["name"], p["dtype"]) for p in own if {"name", "dtype"} <= {*p} and p["name"] in PUBLISHED]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(keys, pool.map(load, keys), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]) -> None:
+    variant = PUBLISHED[name]
+    shape = variant.shape
+    torch.manual_seed(sum(map(ord, name)))
+    q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, D, D, dtype)
+    call = getattr(modules[name, dtype], variant.attention)
+    bad = failures(compare(call, variant, q, k, v, variant.arguments(shape)))
+    assert not bad, f"{name} {dtype} {shape}: (error, allowed) {bad}"
+
+
+def test_every_example_has_a_reference() -> None:
+    """A program that nothing checks would be decoration."""
+    assert {p.stem for p in EXAMPLES.glob("*.attn")} == {*VARIANTS, *PUBLISHED}
