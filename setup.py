@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages the top-level data folders (grammar, templates, runtime) beside the code, under afc/_data."""
+"""Packages the top-level data folders beside the code, under afc/_data: grammar, templates, runtime, docs."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-DATA = ("grammar", "templates", "runtime")
+DATA = ("grammar", "templates", "runtime")  # with all their folders; of docs the pages alone
 ROOT = Path(__file__).parent
 
 folders = [p for name in DATA for p in (ROOT / name, *sorted((ROOT / name).rglob("*"))) if p.is_dir()]
+folders.append(ROOT / "docs")
 data = {f"afc._data.{'.'.join(p.relative_to(ROOT).parts)}": str(p.relative_to(ROOT)) for p in folders}
 
 setup(
@@ -16,6 +17,9 @@ setup(
     package_dir=data,
     package_data={
         "afc": ["py.typed"],
-        **{package: ["*.lark", "*.attn", "*.j2", "*.h", "*.hpp", "*.cuh", "*.cpp"] for package in data},
+        **{
+            package: ["*.lark", "*.attn", "*.j2", "*.h", "*.hpp", "*.cuh", "*.cpp", "*.md"]
+            for package in data
+        },
     },
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `afc compile | check | doctor | cache`.
+"""The command line: `afc compile | check | test | explain | viz | doctor | cache`.
 
 Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a
 fault of afc.
@@ -66,6 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("files", nargs="+")
     check.add_argument("--json", action="store_true", help="findings as JSON on stdout")
     check.set_defaults(run=_check)
+
+    test = commands.add_parser("test", help="run the example lines of files")
+    test.add_argument("files", nargs="+")
+    test.set_defaults(run=_test)
+
+    explain = commands.add_parser(
+        "explain", help="say what an error code means, or what a file becomes and which tiles it visits"
+    )
+    explain.add_argument("what", metavar="CODE|FILE")
+    explain.add_argument("--seq", type=int, default=4096, help="queries and keys (default: 4096)")
+    _build_options(explain)
+    explain.set_defaults(run=_explain)
+
+    viz = commands.add_parser("viz", help="draw the mask of a file: elements and tiles")
+    viz.add_argument("file")
+    viz.add_argument("--seq", type=int, default=512, help="queries and keys (default: 512)")
+    viz.add_argument("-o", "--output", help="the SVG file to write (default: text in the terminal)")
+    viz.add_argument("--attention", help="one attention of the file (default: all)")
+    _build_options(viz)
+    viz.set_defaults(run=_viz)
 
     doctor = commands.add_parser("doctor", help="say which compilers were found, and where")
     doctor.add_argument("--json", action="store_true")
@@ -144,8 +164,8 @@ def _archs(text: str) -> tuple[str, ...]:
 
 
 def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
-    """The CPU, and CUDA where its compiler is found."""
-    if args.emit:
+    """The CPU; for a build also CUDA, where its compiler is found."""
+    if args.command != "compile" or args.emit:
         return ("cpu",)
     from afc.build import find_nvcc
 
@@ -217,6 +237,72 @@ def _check(args: argparse.Namespace) -> int:
             )
         )
     return code
+
+
+def _test(args: argparse.Namespace) -> int:
+    """A line per example. A file that is wrong in other ways is reported as by `check`."""
+    from afc.frontend.parser import parse
+
+    code = 0
+    for path in args.files:
+        failures, text = _example_failures(path, args)
+        code = max(code, 1 if failures is None or failures else 0)
+        if failures is None:
+            continue
+        lines = text.split("\n")
+        for example in parse(text, path).examples:
+            span = example.span
+            shown = " ".join(" ".join(lines[span.line - 1 : span.end_line]).split())
+            wrong = [d.message for d in failures if d.span and span.line <= d.span.line <= span.end_line]
+            why = "; ".join(wrong).removeprefix("this example does not hold: ")
+            verdict = f"wrong  {shown}   ({why})" if wrong else f"ok     {shown}"
+            print(f"{path}:{span.line}: {verdict}")
+    return code
+
+
+def _example_failures(path: str, args: argparse.Namespace) -> tuple[list[Diagnostic] | None, str]:
+    """Findings in example lines, and the file's text; None after other mistakes, which are reported."""
+    from afc.frontend import check_file
+    from afc.frontend.parser import parse
+
+    try:
+        return [], check_file(path).text
+    except SourceError as error:
+        wrong = [d for d in error.diagnostics if d.level == "error"]
+        text = error.texts.get(path)
+        spans = [] if text is None else [e.span for e in parse(text, path).examples]
+        inside = all(
+            d.span and d.span.file == path and any(s.line <= d.span.line <= s.end_line for s in spans)
+            for d in wrong
+        )
+        if text is not None and inside:
+            return wrong, text
+        _report(error, args)
+        return None, ""
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from afc import explain
+
+    if explain.CODE.fullmatch(args.what) and not Path(args.what).exists():
+        print(explain.explain_code(args.what), end="")
+    else:
+        print(explain.explain_file(args.what, _options(args), args.seq), end="")
+    return 0
+
+
+def _viz(args: argparse.Namespace) -> int:
+    from afc import viz
+
+    pictures = viz.maps(args.file, _options(args), args.seq, args.attention)
+    if args.output is None:
+        print(viz.text(pictures), end="")
+        return 0
+    try:
+        Path(args.output).write_text(viz.svg(pictures), encoding="utf-8")
+    except OSError as error:
+        raise UsageError.of("E0521", f"output '{args.output}' cannot be written: {error.strerror}") from None
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -38,7 +38,9 @@ ORDER = {
         "build",
         "runtime",
     ),
-    "cli": ("errors", "options", "api", "frontend", "build"),
+    "explain": ("errors", "paths", "options", "expr", "ir", "frontend", "masks", "passes", "api"),
+    "viz": ("options", "expr", "frontend", "api", "explain"),
+    "cli": ("errors", "options", "api", "frontend", "build", "explain", "viz"),
 }
 
 
