@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,17 @@ from afc.errors import UsageError
 from afc.frontend import check_text
 from afc.reference import Call, backward, forward, run_backward, run_forward
 from afc.schedule.plan import schedule
-from tests.support.checks import compare, failures, inputs
+from tests.support.checks import compare, failures, inputs, without_lse
 from tests.support.dense import Tensor, Variant, softmax_attention
+from tests.support.published import (
+    averaged_relu,
+    causal_scores,
+    lower,
+    of_its_head,
+    pointwise,
+    shifted_sigmoid,
+    with_a_sink,
+)
 
 SCORES = "causal(scaled_dot_product(q, k))"
 TEXTS = {
@@ -35,57 +43,26 @@ TEXTS = {
 POINTWISE = ("sigmoid", "relu", "identity")
 
 
-def scores(q: Tensor, k: Tensor, q_origin: int, k_origin: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled scores, which of them count, and the positions of the queries."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    i = torch.arange(q.shape[2])[:, None] + q_origin
-    j = torch.arange(k.shape[2])[None, :] + k_origin
-    return q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, j <= i, i
-
-
-def with_a_sink(exponent: Callable[[Tensor, Tensor], Tensor], cap: float = 0.0) -> Callable[..., Any]:
-    """Softmax over the keys and one more, whose score is `exponent` and whose value is 0."""
-
-    def reference(
-        q: Tensor, k: Tensor, v: Tensor, sink: Any = None, q_origin: int = 0, k_origin: int = 0
-    ) -> Any:
-        s, keep, i = scores(q, k, q_origin, k_origin)
-        s = cap * torch.tanh(s / cap) if cap else s
-        sink = torch.zeros(q.shape[1]) if sink is None else sink
-        extra = exponent(sink.to(q.dtype), i.to(q.dtype)).expand(*s.shape[:-1], 1)
-        s = torch.cat((torch.where(keep, s, torch.full_like(s, -torch.inf)), extra), -1)
-        values = torch.cat((v, torch.zeros_like(v[:, :, :1])), 2).repeat_interleave(
-            q.shape[1] // v.shape[1], 1
-        )
-        return s.softmax(-1) @ values, s.logsumexp(-1)
-
-    return reference
-
-
-def pointwise(weight: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def reference(q: Tensor, k: Tensor, v: Tensor, q_origin: int = 0, k_origin: int = 0) -> Any:
-        s, keep, _ = scores(q, k, q_origin, k_origin)
-        p = torch.where(keep, weight(s), torch.zeros_like(s))
-        return p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), torch.zeros_like(p[..., 0])
-
-    return reference
+def capped_scores(q: Tensor, k: Tensor, q_origin: int, k_origin: int) -> tuple[Tensor, Tensor]:
+    s, keep = causal_scores(q, k, q_origin, k_origin)
+    return 5.0 * torch.tanh(s / 5.0), keep
 
 
 def sinks(heads: int, device: Any) -> dict[str, Any]:
     return {"sink": torch.randn(heads) * 2}
 
 
-per_head = with_a_sink(lambda t, i: t[:, None, None])
+per_head = with_a_sink(of_its_head, causal_scores)
 VARIANTS = {
     "softmax1": Variant("softmax1", "a", per_head),
     "softmax_sink": Variant("softmax_sink", "a", per_head, sinks),
-    "sigmoid": Variant("sigmoid", "a", pointwise(lambda s: torch.sigmoid(s - float(np.log(s.shape[-1]))))),
-    "relu": Variant("relu", "a", pointwise(lambda s: torch.relu(s) / s.shape[-1])),
-    "identity": Variant("identity", "a", pointwise(lambda s: s)),
+    "sigmoid": Variant("sigmoid", "a", pointwise(shifted_sigmoid, causal_scores)),
+    "relu": Variant("relu", "a", pointwise(averaged_relu, causal_scores)),
+    "identity": Variant("identity", "a", pointwise(lambda s: s, causal_scores)),
     "sink_per_row": Variant(
         "sink_per_row",
         "a",
-        with_a_sink(lambda t, i: t[:, None, None] * i, cap=5.0),
+        with_a_sink(lambda t, i: t * i, capped_scores),
         lambda heads, device: {"sink": torch.rand(heads) * 0.1},
     ),
 }
@@ -103,22 +80,11 @@ def kernel(folder: Path, name: str, dtype: torch.dtype) -> Any:
     return afc.load(folder / f"{name}.attn", D=64, dtype=dtype, backend="cpu").a
 
 
-class WithoutLse:
-    """Gives a kernel without LSE the LSE of its reference, which is 0."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any, return_lse: bool = False, **options: Any) -> Any:
-        o = self.call(*args, **options)
-        return (o, o.float().sum(-1) * 0) if return_lse else o
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["f64", "f32", "bf16"])
 @pytest.mark.parametrize("name", TEXTS)
 def test_against_pytorch(folder: Path, name: str, dtype: torch.dtype) -> None:
     call = kernel(folder, name, dtype)
-    call = WithoutLse(call) if name in POINTWISE else call
+    call = without_lse(call) if name in POINTWISE else call
     variant = VARIANTS[name]
     for m, n, origins in ((129, 129, {}), (17, 90, {"q_origin": 60}), (60, 50, {"k_origin": 20})):
         q, k, v = inputs(2, 4, 2, m, n, 64, 64, dtype)
@@ -151,7 +117,7 @@ def test_a_sink_of_any_size(folder: Path, sink: float) -> None:
     o, lse = kernel(folder, "softmax_sink", torch.float32)(
         q, k, v, sink=torch.full((2,), sink), return_lse=True
     )
-    _, keep, _ = scores(q.double(), k.double(), 0, 0)
+    keep = lower(q, k)
     want, want_lse = softmax_attention(q.double(), k.double(), v.double(), lambda s: s / 8, keep)
     if sink > 0:
         assert torch.equal(o, torch.zeros_like(o)) and torch.equal(lse, torch.full_like(lse, sink))

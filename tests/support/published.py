@@ -38,6 +38,7 @@ class Published(Variant):
 
     arguments: Callable[[Shape], dict[str, Any]] = field(default=lambda shape: {})
     shape: Shape = field(default=Shape())
+    lse: bool = True
 
 
 # ---- helpers ----------------------------------------------------------------------------------------------
@@ -395,6 +396,81 @@ def block_causal(q: Tensor, k: Tensor, v: Tensor, block: int) -> Result:
     return scaled(q, k, v, keep)
 
 
+def with_a_sink(
+    exponent: Callable[[Tensor, Tensor], Tensor],
+    scores: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[..., Result]:
+    """Softmax over the keys and one more, with score `exponent(sink, query position)` and value 0.
+
+    `scores` gives the scores and which of them count.
+    """
+
+    def reference(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, q_origin: int = 0, k_origin: int = 0
+    ) -> Result:
+        s, keep = scores(q, k, q_origin, k_origin)
+        sink = torch.zeros(q.shape[1]) if sink is None else sink
+        i = positions(q, q_origin)
+        extra = exponent(sink.to(q.dtype)[:, None, None], i.reshape(-1, 1).to(q.dtype)).expand(
+            *s.shape[:-1], 1
+        )
+        s = torch.cat((torch.where(keep, s, torch.full_like(s, -torch.inf)), extra), -1)
+        values = torch.cat((v, torch.zeros_like(v[:, :, :1])), 2).repeat_interleave(
+            q.shape[1] // v.shape[1], 1
+        )
+        return s.softmax(-1) @ values, s.logsumexp(-1)
+
+    return reference
+
+
+def pointwise(weight: Callable[[Tensor], Tensor], scores: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """Weights from their own scores alone; there is no LSE, which is given as 0."""
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, q_origin: int = 0, k_origin: int = 0) -> Result:
+        s, keep = scores(q, k, q_origin, k_origin)
+        p = torch.where(keep, weight(s), torch.zeros_like(s))
+        return p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), torch.zeros_like(p[..., 0])
+
+    return reference
+
+
+def every_score(q: Tensor, k: Tensor, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+    """q k / sqrt(D), all of which count."""
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return s, torch.ones(s.shape[-2:], dtype=torch.bool)
+
+
+def causal_scores(q: Tensor, k: Tensor, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+    """q k / sqrt(D), and the causal mask."""
+    return every_score(q, k)[0], lower(q, k, q_origin, k_origin)
+
+
+def rotated_scores(q: Tensor, k: Tensor, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+    """Causal, after RoPE."""
+    return causal_scores(rotary(q, 1e4, q_origin), rotary(k, 1e4, k_origin), q_origin, k_origin)
+
+
+def window_scores(q: Tensor, k: Tensor, q_origin: int = 0, k_origin: int = 0) -> tuple[Tensor, Tensor]:
+    """Causal, and no key 128 or more before the query."""
+    s, keep = causal_scores(q, k, q_origin, k_origin)
+    return s, keep & ~torch.ones(s.shape[-2:], dtype=torch.bool).tril(q_origin - k_origin - 128)
+
+
+def of_its_head(sink: Tensor, i: Tensor) -> Tensor:
+    """The score of a sink that is the same for every query."""
+    return sink
+
+
+def shifted_sigmoid(s: Tensor) -> Tensor:
+    """sigmoid(s - log N)."""
+    return torch.sigmoid(s - math.log(s.shape[-1]))
+
+
+def averaged_relu(s: Tensor) -> Tensor:
+    """relu(s) / N."""
+    return torch.relu(s) / s.shape[-1]
+
+
 # ---- arguments --------------------------------------------------------------------------------------------
 
 
@@ -574,6 +650,18 @@ PUBLISHED = {
             block_sparse,
             arguments=with_shift(on=coins(0.5, 1, "h", 5, 6), block=value(16)),
         ),
+        Published("softmax1", "softmax1_lm", with_a_sink(of_its_head, rotated_scores), arguments=shifted),
+        Published(
+            "learned_sink",
+            "learned_sink",
+            with_a_sink(of_its_head, window_scores),
+            arguments=with_shift(sink=per_head(-2.0, 2.0)),
+            shape=Shape(m=190, n=201),
+        ),
+        Published(
+            "sigmoid", "sigmoid_lm", pointwise(shifted_sigmoid, causal_scores), arguments=shifted, lse=False
+        ),
+        Published("relu_vit", "relu_vit", pointwise(averaged_relu, every_score), shape=IMAGE, lse=False),
         Published(
             "block_causal", "block_causal", block_causal, arguments=plain(block=value(16)), shape=SQUARE
         ),
