@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
@@ -17,6 +18,7 @@ from afc.frontend.report import Report, did_you_mean
 from afc.frontend.scalars import Binding, Scope, TensorRef, expression
 from afc.ir.program import (
     DIMENSIONS,
+    INDEX_NAMES,
     Extent,
     Normalizer,
     Param,
@@ -28,6 +30,9 @@ from afc.ir.program import (
 )
 
 RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
+# A run-time number shares the namespace of formulas with their inputs and with the values that passes name.
+FORMULA_NAMES = (*INDEX_NAMES, "s", "r", "p", "c", "x0", "x1")
+GENERATED_NAME = re.compile(r"d_\w+|\w+_value(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class AttentionChecker:
             return None
         before = len(self.report.errors)
         params = self.signature()
+        self.blocks.reserved = frozenset(self.names)
         for assignment in self.declaration.body:
             self.assign(assignment)
         result = self.value(self.declaration.result, self.values, self.names)
@@ -152,6 +158,13 @@ class AttentionChecker:
                 params.append(self.tensor(parameter))
             else:
                 params.append(self.scalar(parameter))
+                if parameter.name in FORMULA_NAMES or GENERATED_NAME.fullmatch(parameter.name):
+                    self.report.error(
+                        "E0132",
+                        f"the name `{parameter.name}` has a meaning in formulas",
+                        parameter.span,
+                        hint=f"a number may not be called {', '.join(FORMULA_NAMES)}, d_* or *_value",
+                    )
         for name in sorted(new_dimensions(self.declaration)):
             self.names.setdefault(name, Var(name, Type.INT))
         for param in params:

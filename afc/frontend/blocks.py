@@ -110,6 +110,7 @@ class Blocks:
         self.report = report
         self.functions = {n: d for n, d in declarations.items() if d.kind in ("fn", "mask", "score")}
         self.runtime_bounds: list[RuntimeBound] = []
+        self.reserved: frozenset[str] = frozenset()  # parameters of the attention that is being checked
 
     def check_alone(self, declaration: ast.Declaration) -> None:
         """Check a block without a caller: options are variables of their declared type."""
@@ -156,6 +157,7 @@ class Blocks:
             self.functions,
             self.inline,
             require_positive=self.require_positive,
+            reserved=self.reserved,
         )
         result = formula(declaration, scope)
         return None if result is None else self._result(declaration, result)
@@ -259,6 +261,7 @@ class Blocks:
             prefix,
             scope.depth + 1,
             self.require_positive,
+            scope.reserved,
         )
         result = formula(declaration, inner)
         if result is None:

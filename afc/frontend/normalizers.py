@@ -43,7 +43,7 @@ def classify(
     extra = None
     if extra_node is not None:
         value = expression(extra_node, scope)
-        extra = None if value is None else Formula((value,))
+        extra = None if value is None else Formula(inline_lets(Formula((value,), tuple(scope.lets))))
         if extra is None or "s" in formula_variables(extra):
             blocks.report.error(
                 "E0306", "what is added to the sum may not depend on the key", declaration.result.span
@@ -61,7 +61,7 @@ def classify(
         return None
     return Normalizer(
         declaration.name,
-        Formula(inline_lets(Formula((weight,)))),
+        Formula(inline_lets(Formula((weight,), tuple(scope.lets)))),
         exponential,
         sum_node is not None,
         extra,
@@ -142,4 +142,6 @@ def _scope(options: Mapping[str, Binding], blocks: Blocks) -> Scope:
     slot = SLOTS["normalizer"]
     names: dict[str, Binding] = {n: Var(n, t) for n, t in slot.inputs.items()}
     names |= {d: Var(d, Type.INT) for d in DIMENSIONS}
-    return Scope({**names, **options}, blocks.report, blocks.functions, blocks.inline)
+    return Scope(
+        {**names, **options}, blocks.report, blocks.functions, blocks.inline, reserved=blocks.reserved
+    )

@@ -46,6 +46,9 @@ class Scope:
     prefix: str = ""
     depth: int = 0
     require_positive: Callable[[Expr, str, Span], None] | None = None  # takes note of a divisor
+    reserved: frozenset[str] = (
+        frozenset()
+    )  # names of the attention's parameters: no intermediate value has one
 
     def allowed(self) -> str:
         """The names in reach, for messages."""
@@ -317,8 +320,11 @@ def _assign(assignment: ast.Assignment, scope: Scope) -> bool:
         return False
     if value is None:
         return False
-    scope.lets.append(Let(scope.prefix + target.base, value))
-    scope.names[target.base] = Var(scope.prefix + target.base, value.type)
+    name, taken = scope.prefix + target.base, scope.reserved | {let.name for let in scope.lets}
+    while name in taken:
+        name += "_"
+    scope.lets.append(Let(name, value))
+    scope.names[target.base] = Var(name, value.type)
     return True
 
 

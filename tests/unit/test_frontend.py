@@ -9,6 +9,7 @@ import pytest
 
 from afc import paths
 from afc.errors import SourceError, render
+from afc.expr.evaluate import evaluate_formula
 from afc.frontend import check_file, check_text
 from afc.frontend.parser import parse
 from afc.ir.printer import print_program
@@ -90,7 +91,7 @@ ERRORS = {
     "E0202": lm("return softmax(dot(q, k)) @ v", "t[1.5]"),
     "E0203": lm("return softmax(dot(q, k)) @ v", "t[B, H, M, N, 2]"),
     "E0301": lm("return softmax(sliding_window(dot(q, k); w = 0)) @ v"),
-    "E0302": lm("return softmax(sliding_window(dot(q, k); w = a - b)) @ v", "a: int, b: int"),
+    "E0302": lm("return softmax(sliding_window(dot(q, k); w = a - e)) @ v", "a: int, e: int"),
     "E0304": "normalizer f(s) = sum(s) / exp(s)",
     "E0305": "normalizer f(s) = exp(s) / sum(exp(s + 1.0))\n" + lm("return f(dot(q, k)) @ v"),
     "E0306": "normalizer f(s) = exp(s) / (s + sum(exp(s)))\n" + lm("return f(dot(q, k)) @ v"),
@@ -218,3 +219,29 @@ def test_reserved_slots_parse_and_check_alone(text: str) -> None:
 def test_nesting_too_deep_is_an_error_not_a_crash() -> None:
     for deep in ("-" * 5000 + "s", "s" + " + s" * 5000, "tanh(" * 5000 + "s" + ")" * 5000):
         assert codes(f"score f(s) = {deep}") == ["E0005"]
+
+
+@pytest.mark.parametrize(
+    "name", ["b", "h", "i", "j", "m", "n", "s", "r", "p", "c", "x0", "x1", "d_w", "exp_value"]
+)
+def test_a_number_may_not_be_named_as_what_formulas_read(name: str) -> None:
+    """`h` would be the query head in every formula that it is given to."""
+    text = f"attention a(q, k, v; {name}: float) = softmax(f(dot(q, k); x = {name})) @ v\n"
+    text = "score f(s; x: float) = s + x\n" + text
+    assert codes(text) == ["E0132"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "score f(s, j; x: float) {\n w = j * 2.0\n return s * w + x\n}",
+        "fn g(t: float): float {\n w = t * 2.0\n return w\n}\nscore f(s, j; x: float) = s * g(j) + x",
+        "fn w(t: float): float = t * 2.0\nscore f(s, j; x: float) = s * w(j) + x",
+    ],
+)
+def test_intermediate_values_never_meet_parameters(block: str) -> None:
+    """A block's own `w` or `g_w` is not the number that the attention calls so."""
+    for name in ("w", "g_w"):
+        text = f"{block}\nattention a(q, k, v; {name}: float) = softmax(f(dot(q, k); x = {name})) @ v\n"
+        (step,) = check_text(text).programs[0].scores
+        assert evaluate_formula(step.formula, {"s": 3.0, "j": 5, name: 7.0}) == (37.0,)
