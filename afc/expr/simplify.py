@@ -21,7 +21,6 @@ from afc.expr.nodes import (
     Var,
     const,
     drop_unused_lets,
-    map_formula,
     rewrite,
     substitute,
     variables,
@@ -47,11 +46,6 @@ def simplify_formula(formula: Formula) -> Formula:
             lets.append(type(let)(let.name, value))
     results = tuple(simplify(substitute(e, values)) for e in formula.results)
     return drop_unused_lets(Formula(results, tuple(lets)))
-
-
-def simplify_results(formula: Formula) -> Formula:
-    """Simplify without touching which intermediate values exist."""
-    return map_formula(formula, simplify)
 
 
 COSTLY = frozenset({"exp", "log", "tanh", "sigmoid", "sin", "cos", "pow", "sqrt", "rsqrt"})

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from afc import paths
-from afc.errors import SourceError, Span
+from afc.errors import SourceError
 from afc.frontend import ast
 from afc.frontend.parser import parse
 from afc.frontend.report import Report
@@ -80,8 +80,3 @@ def _imported(file: ast.File, root: Path | None, chain: tuple[str, ...]) -> list
         source = parse(path.read_text(encoding="utf-8"), name)
         found += [*_imported(source, path.parent, (*chain, name)), source]
     return found
-
-
-def file_span(file: ast.File) -> Span:
-    """The start of a file, for findings about the whole of it."""
-    return Span(file.path, 1, 1, 1, 1)

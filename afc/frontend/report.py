@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from afc.errors import Diagnostic, SourceError, Span
+from afc.errors import Diagnostic, Span
 
 
 class Report:
@@ -33,11 +33,6 @@ class Report:
     def errors(self) -> tuple[Diagnostic, ...]:
         """Errors only."""
         return tuple(d for d in self.found if d.level == "error")
-
-    def raise_errors(self) -> None:
-        """Raise SourceError with all errors (and notes), if there is an error."""
-        if self.errors:
-            raise SourceError(self.found)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:

@@ -3,9 +3,9 @@
 
     O = normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v
 
-Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c` (position
-and pair
-of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and captured tensors.
+Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c`
+(position and pair of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and
+captured tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from afc.errors import Span
-from afc.expr.nodes import Const, Expr, Formula, Type, formula_tensors
+from afc.expr.nodes import Const, Expr, Formula, Type
 
 INDEX_NAMES = ("b", "h", "i", "j", "m", "n")
 DIMENSIONS = ("B", "H", "Hk", "M", "N", "Dqk", "Dv")
@@ -89,8 +89,7 @@ class Normalizer:
     """Weights of a row: w(s), or w(s) / (sum(w(s)) + extra).
 
     `exponential`: w is exp (the online softmax); `factor`: positive constant f such that the score is f
-    times what
-    the score steps give, set by the pass `factor`.
+    times what the score steps give, set by the pass `factor`.
     """
 
     block: str
@@ -140,11 +139,6 @@ class Program:
         """Run-time scalars in signature order."""
         return tuple(p for p in self.params if isinstance(p, ScalarParam))
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """Every block in use, in the order of the data."""
-        return (*self.q_steps, *self.k_steps, *self.scores, *self.masks)
-
     def constant(self, name: str) -> int | float | bool | None:
         """A compile-time constant, or None."""
         return dict(self.constants).get(name)
@@ -171,11 +165,3 @@ class Program:
             scores=tuple(map(step, self.scores)),
             masks=tuple(map(step, self.masks)),
         )
-
-
-def used_tensors(program: Program) -> tuple[str, ...]:
-    """Captured tensors that some step reads, in order of first use."""
-    formulas = [s.formula for s in program.steps]
-    if program.normalizer.extra is not None:
-        formulas.append(program.normalizer.extra)
-    return tuple(dict.fromkeys(t for f in formulas for t in formula_tensors(f)))

@@ -8,8 +8,6 @@ from afc.expr.nodes import Formula, Load, Op, Type, formula_exprs, formula_varia
 from afc.expr.operators import OPERATORS, result_type
 from afc.ir.program import DIMENSIONS, INDEX_NAMES, Program
 
-ORIGINS = ("q_origin", "k_origin")
-
 
 def verify(program: Program, after: str) -> None:
     """Raises AfcError E0901 if a formula is ill-typed or reads a name that its slot does not offer."""

@@ -19,17 +19,15 @@ from afc.runtime.loading import restore_attention
 
 MAX_POSITION = 2**30
 RESERVED = ("q_origin", "k_origin", "return_lse", "deterministic")
-STORAGE_NAMES = {"float64": "float64", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 
 
 class Attention:
     """One attention of a module, called as `module.name(q, k, v, ...)`.
 
-    q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and device,
-    any strides
-    with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and with `return_lse`
-    also the
-    natural-log LSE [B, H, M] in float32 (float64 for float64), both differentiable.
+    q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and
+    device, any strides with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and
+    with `return_lse` also the natural-log LSE [B, H, M] in float32 (float64 for float64), both
+    differentiable.
     """
 
     def __init__(self, module: Any, info: ModuleInfo, name: str) -> None:

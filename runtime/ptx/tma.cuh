@@ -11,39 +11,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const void *map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
 }
 
-__device__ __forceinline__ uint64_t policy_evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t policy_evict_last() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // Coordinates count elements, the innermost dimension first.
-__device__ __forceinline__ void tma_load_2d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
-                                            int32_t c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%3, %4}], [%2];"
-      :
-      : "r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_load_3d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
-                                            int32_t c1, int32_t c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%3, %4, %5}], [%2];"
-      :
-      : "r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-
 __device__ __forceinline__ void tma_load_4d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
                                             int32_t c1, int32_t c2, int32_t c3) {
   asm volatile(
@@ -52,33 +20,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t destination, const void *ma
       :
       : "r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
-}
-
-__device__ __forceinline__ void tma_load_5d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
-                                            int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%3, %4, %5, %6, %7}], [%2];"
-      :
-      : "r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_load_4d(uint32_t destination, const void *map, uint32_t barrier, int32_t c0,
-                                            int32_t c1, int32_t c2, int32_t c3, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], %7;"
-      :
-      : "r"(destination), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_store_2d(const void *map, uint32_t source, int32_t c0, int32_t c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-               :
-               : "l"(map), "r"(source), "r"(c0), "r"(c1)
-               : "memory");
 }
 
 __device__ __forceinline__ void tma_store_4d(const void *map, uint32_t source, int32_t c0, int32_t c1, int32_t c2,
@@ -97,13 +38,6 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void *sour
                : "memory");
 }
 
-__device__ __forceinline__ void bulk_store(void *destination, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :
-               : "l"(destination), "r"(source), "r"(bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void bulk_add_f32(float *destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :
@@ -117,12 +51,6 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 template <int PENDING>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
-}
-
-// At most PENDING groups have yet to complete.
-template <int PENDING>
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
 // By every thread that wrote shared memory with ordinary stores which wgmma or TMA reads, before the barrier between.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What roles of a block need beside their work: register budgets, one elected lane, barriers of some of the threads,
-// and the order between dependent grids.
+// What roles of a block need beside their work: register budgets, one elected lane, barriers of some of the threads.
 #pragma once
 #include <stdint.h>
 
@@ -40,14 +39,6 @@ __device__ __forceinline__ void barrier_sync() {
 template <int ID, int THREADS>
 __device__ __forceinline__ void barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" : : "n"(ID), "n"(THREADS) : "memory");
-}
-
-// Everything the previous grid of the stream wrote is visible afterwards.
-__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
-
-// The next grid of the stream may start its prologue.
-__device__ __forceinline__ void grid_dependency_launch() {
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
 
 }  // namespace ptx
