@@ -56,11 +56,9 @@ class Unit:
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
 
-    @property
-    def entry(self) -> ModuleEntry:
-        """The row of the module's table."""
+    def entry(self, archs: tuple[str, ...]) -> ModuleEntry:
+        """The row of the module's table. `archs`: what the unit's GPU code is compiled for."""
         s = self.plan.semantics
-        archs: list[str] = []
         description = {
             "attention": self.program.name,
             "target": self.backend,
@@ -70,7 +68,7 @@ class Unit:
             "backward": bool(self.plan.backward),
             "lse": s.has_sum,
             "deterministic": self.plan.deterministic,
-            "archs": archs,
+            "archs": [] if self.device_text is None else list(archs),
         }
         backward = f"{self.symbol}_backward" if self.plan.backward else None
         return ModuleEntry(
@@ -124,14 +122,11 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
     archs = tuple(Arch.parse(a) for a in options.archs)
     cpp, cuda, entries = [], {}, []
     for unit in made:
-        entry = unit.entry
+        entry = unit.entry(options.archs)
         cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
         if unit.device_text is not None:
             cuda[f"{unit.symbol}_images"] = tuple(
                 CudaUnit(unit.symbol, unit.device_text, arch) for arch in archs
-            )
-            entry = replace(
-                entry, description=json.dumps({**json.loads(entry.description), "archs": list(options.archs)})
             )
         entries.append(entry)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)

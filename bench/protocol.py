@@ -183,49 +183,29 @@ def measure(
         raise ValueError("systems: expected at least one, got none")
     rough = {name: calibrate(call, clock) for name, call in systems.items()}
     shuffle = random.Random(protocol.seed)
-    return {
-        "burst": _burst(systems, rough, protocol, clock, probe, shuffle),
-        "sustained": _sustained(systems, rough, protocol, clock, probe, shuffle),
+
+    def idle(name: str) -> None:
+        clock.synchronize()
+        time.sleep(protocol.idle_ms / 1e3)
+        systems[name]()
+
+    def settle(name: str) -> None:
+        _settle(systems[name], rough[name], protocol.settle_ms, clock)
+
+    def regime(block_ms: float, waking: int, rounds: int, prepare: Callable[[str], None]) -> Regime:
+        calls = {name: max(1, int(block_ms / ms) - waking) for name, ms in rough.items()}
+        result = Regime(calls=calls, samples={name: [] for name in systems})
+        for _ in range(rounds):
+            result.orders.append(shuffle.sample(list(systems), len(systems)))
+            for name in result.orders[-1]:
+                prepare(name)
+                result.samples[name].append(Sample(*clock.block(systems[name], calls[name], probe)))
+        return result
+
+    return {  # one call of the burst wakes the device and is not counted, so one fewer is
+        "burst": regime(protocol.burst_ms, 1, protocol.burst_rounds, idle),
+        "sustained": regime(protocol.sustained_ms, 0, protocol.sustained_rounds, settle),
     }
-
-
-def _burst(
-    systems: Mapping[str, Call],
-    rough: Mapping[str, float],
-    protocol: Protocol,
-    clock: Clock,
-    probe: Probe | None,
-    shuffle: random.Random,
-) -> Regime:
-    # One call of the burst wakes the device and is not counted, so one fewer is.
-    calls = {name: max(1, int(protocol.burst_ms / ms) - 1) for name, ms in rough.items()}
-    result = Regime(calls=calls, samples={name: [] for name in systems})
-    for order in _orders(list(systems), protocol.burst_rounds, shuffle):
-        result.orders.append(order)
-        for name in order:
-            clock.synchronize()
-            time.sleep(protocol.idle_ms / 1e3)
-            systems[name]()
-            result.samples[name].append(Sample(*clock.block(systems[name], calls[name], probe)))
-    return result
-
-
-def _sustained(
-    systems: Mapping[str, Call],
-    rough: Mapping[str, float],
-    protocol: Protocol,
-    clock: Clock,
-    probe: Probe | None,
-    shuffle: random.Random,
-) -> Regime:
-    calls = {name: max(1, int(protocol.sustained_ms / ms)) for name, ms in rough.items()}
-    result = Regime(calls=calls, samples={name: [] for name in systems})
-    for order in _orders(list(systems), protocol.sustained_rounds, shuffle):
-        result.orders.append(order)
-        for name in order:
-            _settle(systems[name], rough[name], protocol.settle_ms, clock)
-            result.samples[name].append(Sample(*clock.block(systems[name], calls[name], probe)))
-    return result
 
 
 def _settle(call: Call, ms: float, settle_ms: float, clock: Clock) -> None:
@@ -234,10 +214,6 @@ def _settle(call: Call, ms: float, settle_ms: float, clock: Clock) -> None:
     start = time.perf_counter()
     while (time.perf_counter() - start) * 1e3 < settle_ms:
         clock.block(call, calls)
-
-
-def _orders(names: list[str], rounds: int, shuffle: random.Random) -> list[list[str]]:
-    return [shuffle.sample(names, len(names)) for _ in range(rounds)]
 
 
 def pair_ratios(measurement: Measurement, system: str, twin: str) -> dict[str, float]:

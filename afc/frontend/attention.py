@@ -15,7 +15,7 @@ from afc.frontend import ast
 from afc.frontend.blocks import UNSUPPORTED_SLOTS, Blocks, call_text, convertible, new_dimensions, option_type
 from afc.frontend.normalizers import classify
 from afc.frontend.report import Report, did_you_mean
-from afc.frontend.scalars import Binding, Scope, TensorRef, expression
+from afc.frontend.scalars import Binding, Scope, TensorRef, closed, expression
 from afc.ir.program import (
     DIMENSIONS,
     INDEX_NAMES,
@@ -93,6 +93,16 @@ class AttentionChecker:
             self.blocks.inline,
             require_positive=self.blocks.require_positive,
         )
+
+    def options(
+        self, declaration: ast.Declaration, node: ast.Call, names: dict[str, Binding] | None = None
+    ) -> dict[str, Binding] | None:
+        """What a statement gives the options of a block, or None after reported mistakes."""
+        scope = self.scope(names)
+        bound = self.blocks.bind_options(declaration, node, scope)
+        if bound is None:
+            return None
+        return {n: b if isinstance(b, TensorRef) else closed(b, scope) for n, b in bound.items()}
 
     def columns(self) -> Scope:
         """Scalars in reach of a slice, where D is the width of q and k."""
@@ -392,7 +402,7 @@ class AttentionChecker:
                 "E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span
             )
             return None
-        options = self.blocks.bind_options(declaration, node, self.scope())
+        options = self.options(declaration, node)
         if options is None:
             return None
         length = Var("M" if rows.operand == "q" else "N", Type.INT)
@@ -513,7 +523,7 @@ class AttentionChecker:
             )
             return None
         scores = self.value(node.args[0], values, names)
-        options = self.blocks.bind_options(declaration, node, self.scope(names))
+        options = self.options(declaration, node, names)
         if scores is None or options is None:
             return None
         if not isinstance(scores, Scores):
@@ -554,7 +564,7 @@ class AttentionChecker:
             )
             return None
         args = [self.value(a, values, names) for a in node.args]
-        options = self.blocks.bind_options(declaration, node, self.scope(names))
+        options = self.options(declaration, node, names)
         if None in args or options is None:
             return None
         inner = {p.name: a for p, a in zip(declaration.inputs, args, strict=True) if a is not None}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from afc.expr.nodes import Formula, Op, Type, Var, formula_variables, inline_lets
+from afc.expr.nodes import Formula, Op, Type, Var, formula_variables
 from afc.frontend import ast
 from afc.frontend.blocks import SLOTS, Blocks, call_text, option_type
-from afc.frontend.scalars import Binding, Scope, TensorRef, expression
+from afc.frontend.scalars import Binding, Scope, TensorRef, closed, expression
 from afc.ir.program import DIMENSIONS, Normalizer
 
 FORMS = "w(s) or w(s) / (sum(w(s)) + extra)"
@@ -43,7 +43,7 @@ def classify(
     extra = None
     if extra_node is not None:
         value = expression(extra_node, scope)
-        extra = None if value is None else Formula(inline_lets(Formula((value,), tuple(scope.lets))))
+        extra = None if value is None else Formula((closed(value, scope),))
         if extra is None or "s" in formula_variables(extra):
             blocks.report.error(
                 "E0306", "what is added to the sum may not depend on the key", declaration.result.span
@@ -61,7 +61,7 @@ def classify(
         return None
     return Normalizer(
         declaration.name,
-        Formula(inline_lets(Formula((weight,), tuple(scope.lets)))),
+        Formula((closed(weight, scope),)),
         exponential,
         sum_node is not None,
         extra,

@@ -328,6 +328,11 @@ def _assign(assignment: ast.Assignment, scope: Scope) -> bool:
     return True
 
 
+def closed(expr: Expr, scope: Scope) -> Expr:
+    """The expression with the intermediate values of its scope substituted: it then stands alone."""
+    return inline_lets(Formula((expr,), tuple(scope.lets)))[0]
+
+
 def as_int_result(expr: Expr) -> Expr:
     """Value of a function declared `: int`; a float result is one by construction (floor, ceil) and is
     converted.

@@ -2,10 +2,8 @@
 """PyTorch: operators, shapes for tracing, and autograd.
 
 One forward and one backward operator per attention, defined with `torch.library` (the lowest-overhead way
-that
-torch.compile, export and opcheck understand); autograd is a Function outside them. Workspaces come from
-torch's
-allocator, work goes to the current stream, nothing synchronises.
+that torch.compile, export and opcheck understand); autograd is a Function outside them. Workspaces come
+from torch's allocator, work goes to the current stream, nothing synchronises.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ CAPTURED_DTYPES = {
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
 
-_LIBRARIES: dict[
-    str, Any
-] = {}  # operators live as long as the process: an unloaded one would dangle in compiled code
+# Operators live as long as the process: an unloaded one would dangle in compiled code.
+_LIBRARIES: dict[str, Any] = {}
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -323,7 +320,7 @@ class TorchGlue:
             _view(k),
             _view(v),
             _view(o),
-            (lse.data_ptr(), *lse.stride(), 1),
+            _view(lse),
             None,
             None,
             None,
@@ -367,15 +364,14 @@ class TorchGlue:
         )
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
-        row = [None if x is None else (x.data_ptr(), *x.stride(), 1) for x in (lse, dlse)]
         tensors = (
             _view(q),
             _view(k),
             _view(v),
             _view(o),
-            row[0],
+            _view(lse),
             _view(d_o),
-            row[1],
+            _view(dlse),
             _view(dq),
             _view(dk),
             _view(dv),

@@ -245,3 +245,12 @@ def test_intermediate_values_never_meet_parameters(block: str) -> None:
         text = f"{block}\nattention a(q, k, v; {name}: float) = softmax(f(dot(q, k); x = {name})) @ v\n"
         (step,) = check_text(text).programs[0].scores
         assert evaluate_formula(step.formula, {"s": 3.0, "j": 5, name: 7.0}) == (37.0,)
+
+
+def test_a_function_with_intermediate_values_in_an_option() -> None:
+    text = (
+        "fn g(t: float): float {\n y = t * 2.0\n return y + y * y\n}\nscore f(s; x: float) = s + x\n"
+        "attention a(q, k, v; e: float) = softmax(f(dot(q, k); x = g(e))) @ v\n"
+    )
+    (step,) = check_text(text).programs[0].scores
+    assert evaluate_formula(step.formula, {"s": 3.0, "e": 1.5}) == (15.0,)
