@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0
-    except Exception:
+    except Exception:  # the edge of the process: shown whole, and the exit code says that the fault is ours
         traceback.print_exc()
         print(
             f"error[E0900]: internal error of afc {__version__}; please report it with the text above",

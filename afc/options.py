@@ -40,9 +40,8 @@ Constant = int | float | bool
 @dataclass(frozen=True)
 class Options:
     """`heads`: (Dqk, Dv) pairs; `dtypes`: storage types, empty for each backend's default; `constants`:
-    run-time
-    parameters fixed at compile time; `archs`: `sm_90`, or `compute_86:sm_90` for one feature level on
-    another."""
+    run-time parameters fixed at compile time; `archs`: `sm_90`, or `compute_86:sm_90` for one feature
+    level on another."""
 
     backends: tuple[str, ...] = ("cpu",)
     heads: tuple[tuple[int, int], ...] = ((DEFAULT_HEAD, DEFAULT_HEAD),)

@@ -2,8 +2,7 @@
 """Bounds of a formula's value from bounds of its variables.
 
 Used to prove that an integer fits 32 bits and that a score is finite. Bounds may be wider than the truth,
-never
-narrower; an operator without a rule gives (-inf, inf).
+never narrower; an operator without a rule gives (-inf, inf).
 """
 
 from __future__ import annotations

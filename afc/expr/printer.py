@@ -2,8 +2,8 @@
 """Text of a formula: in the language, for people, and in C++, for every target.
 
 The C++ spelling is the same on every target; `Real` is the compute type and `afc::` functions live in each
-target's
-math header. Integers are 64-bit in the language; 32-bit code is printed where bounds prove that it is enough.
+target's math header. Integers are 64-bit in the language; 32-bit code is printed where bounds prove that
+it is enough.
 """
 
 from __future__ import annotations

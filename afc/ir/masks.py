@@ -24,8 +24,7 @@ class Bound:
 @dataclass(frozen=True)
 class MaskPlan:
     """`predicate`: the whole mask (None: every key is kept). `bounds` are implied by it; together they are
-    equivalent to
-    it unless `residual`, where some conjunct can only be decided element by element."""
+    equivalent to it unless `residual`, where some conjunct can only be decided element by element."""
 
     predicate: Expr | None
     bounds: tuple[Bound, ...]
@@ -35,8 +34,7 @@ class MaskPlan:
 @dataclass(frozen=True)
 class Run:
     """Half-open index ranges, begin <= full_begin <= full_end <= end: outside [begin, end) nothing is kept,
-    inside
-    [full_begin, full_end) everything is."""
+    inside [full_begin, full_end) everything is."""
 
     begin: int
     full_begin: int
@@ -56,8 +54,8 @@ class Run:
 
     def pieces(self, size: int) -> list[tuple[slice, bool]]:
         """(range, full) of pieces of at most `size` indices that start where the run starts and never
-        straddle the border
-        between its partial and its full part: what a target does whose tiles need not be aligned."""
+        straddle the border between its partial and its full part: what a target does whose tiles need not
+        be aligned."""
         segments = (
             (self.begin, self.full_begin, False),
             (self.full_end, self.end, False),

@@ -3,8 +3,7 @@
 LaunchPlan: the kernels of a pass in order, and the workspace they share.
 
 `afc/reference/tiled.py` executes the schedule half on NumPy tiles, roundings included; the templates print
-the same
-steps for a target. Names in capitals are tiles: rows = queries, columns = keys.
+the same steps for a target. Names in capitals are tiles: rows = queries, columns = keys.
 """
 
 from __future__ import annotations
@@ -70,12 +69,11 @@ class Mask:
 class OnlineSoftmax:
     """m' = max(m, rowmax X), P = exp(f (X - m')), l = l exp(f (m - m')) + rowsum P; O is rescaled alike.
 
-    `form` says what a full tile after the first may do instead; partial tiles and the first are always exact.
-    `stale`: P refers to m, the maximum before this tile; where a row grew by more than 2^8, P, l and O are
-    then
-    brought to the new maximum. `watched`: no maximum at all; where a row's sum of P exceeds 2^13, P, l and O
-    are
-    brought to a reference taken from the largest P. Both leave O and LSE unchanged, up to rounding.
+    `form` says what a full tile after the first may do instead; partial tiles and the first are always
+    exact. `stale`: P refers to m, the maximum before this tile; where a row grew by more than 2^8, P, l
+    and O are then brought to the new maximum. `watched`: no maximum at all; where a row's sum of P exceeds
+    2^13, P, l and O are brought to a reference taken from the largest P. Both leave O and LSE unchanged,
+    up to rounding.
     """
 
     out: str
@@ -210,15 +208,12 @@ class Binding:
     """How a target runs a kernel.
 
     `homes`: tile -> registers, shared or global memory; `stages`: of streamed tiles; `issue`: the products
-    of a
-    steady step in the order in which they are handed to the tensor cores, where `S next` belongs to the next
-    tile
-    (the only work that may be in flight at the end of a step); `schedule`: a block per work item, or
-    persistent
-    blocks; `section`: heads worked on at a time, so that what they share stays in the L2 cache;
-    `extra_columns`:
-    columns added to the product Q K' that carry additive terms of low rank; `protocol`: roles, barriers and
-    buffers of a warp-specialised kernel, from which producer and consumer loops are both printed.
+    of a steady step in the order in which they are handed to the tensor cores, where `S next` belongs to
+    the next tile (the only work that may be in flight at the end of a step); `schedule`: a block per work
+    item, or persistent blocks; `section`: heads worked on at a time, so that what they share stays in the
+    L2 cache; `extra_columns`: columns added to the product Q K' that carry additive terms of low rank;
+    `protocol`: roles, barriers and buffers of a warp-specialised kernel, from which producer and consumer
+    loops are both printed.
     """
 
     target: str
@@ -293,9 +288,8 @@ class Launch:
     """A kernel in a plan.
 
     `after`: kernels whose results it reads; `grid`: blocks in x and y as expressions of B, H, Hk, M, N
-    (None: the
-    target has no grid); `dependent`: it may start before the kernel ahead of it has ended, and waits for it
-    itself.
+    (None: the target has no grid); `dependent`: it may start before the kernel ahead of it has ended, and
+    waits for it itself.
     """
 
     kernel: TiledKernel

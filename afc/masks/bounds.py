@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a mask formula to affine bounds: normalise each conjunct to `j <= a*i + c` or `j >= a*i + c`.
 
-What does not fit (a modulus, a captured tensor, a disjunction) stays with the element predicate: the plan is
-then
-`residual`, and every tile inside the bounds is tested element by element. Bounds over-approximate, never cut
-a key.
+What does not fit (a modulus, a captured tensor, a disjunction) stays with the element predicate: the plan
+is then `residual`, and every tile inside the bounds is tested element by element. Bounds over-approximate,
+never cut a key.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 """The formula interpreter: an attention as its author wrote it, dense, in float64. Memory is O(M N); for
 tests.
 
-Contracts: a row without a live key (or whose live scores are all -inf) has output 0, LSE -inf and gradients
-0; a masked
-element influences nothing.
+Contracts: a row without a live key (or whose live scores are all -inf) has output 0, LSE -inf and
+gradients 0; a masked element influences nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule interpreter: executes a LaunchPlan on NumPy tiles exactly as scheduled.
 
-It walks the work items, runs and tile operations of every kernel, with the explicit roundings to the storage
-type; sums
-are in float64, so the difference to a real kernel is the accumulation error alone. The difference to `dense`
-shows a
-fault of the schedule.
+It walks the work items, runs and tile operations of every kernel, with the explicit roundings to the
+storage type; sums are in float64, so the difference to a real kernel is the accumulation error alone. The
+difference to `dense` shows a fault of the schedule.
 """
 
 from __future__ import annotations

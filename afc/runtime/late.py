@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Act once torch has been imported, without importing it.
 
-`import kernel` usually comes before `import torch` (imports are sorted), and a module must not cost the 1.5
-s of torch
-by itself. Yet torch.compile cannot register operators while it traces a first call, so they must be there as
-soon as
-torch is: this finder steps aside after letting the real one find torch, and runs the callbacks when torch is
-ready.
+`import kernel` usually comes before `import torch` (imports are sorted), and a module must not cost the
+1.5 s of torch by itself. Yet torch.compile cannot register operators while it traces a first call, so they
+must be there as soon as torch is: this finder steps aside after letting the real one find torch, and runs
+the callbacks when torch is ready.
 """
 
 from __future__ import annotations

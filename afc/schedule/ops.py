@@ -2,8 +2,7 @@
 """The tile operations of each kind of kernel, in order. The same lists serve every target.
 
 Forward (FlashAttention-2, arXiv:2307.08691, algorithm 1) and backward (algorithm 2), with the score chain,
-the mask and
-every rounding explicit.
+the mask and every rounding explicit.
 """
 
 from __future__ import annotations

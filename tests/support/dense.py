@@ -2,8 +2,8 @@
 """Attention variants in plain PyTorch, written from their papers and not from our formulas.
 
 The same functions serve as the reference (float64) and as the yardstick (the input dtype): a kernel passes
-if its error
-is at most twice that of the yardstick. Contract for an empty row: output 0, LSE -inf, gradients 0.
+if its error is at most twice that of the yardstick. Contract for an empty row: output 0, LSE -inf,
+gradients 0.
 """
 
 from __future__ import annotations
