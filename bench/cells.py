@@ -94,6 +94,17 @@ def _plain() -> list[Cell]:
     ]
 
 
+def _grid() -> list[Cell]:
+    heads = ((128, 16), (64, 32))
+    shapes = [(D, H, m, B, N) for D, H in heads for m in MASKS for B, N in ((8, 2048), (2, 8192), (1, 16384))]
+    programs = {"causal": CAUSAL_PROGRAM, "full": FULL_PROGRAM}
+    return [
+        cell
+        for D, H, mask, B, N in shapes
+        for cell in _both_passes(Cell("grid", "fwd", B, H, H, N, D, mask, "bfloat16", programs[mask]))
+    ]
+
+
 def _rope() -> list[Cell]:
     shapes = [(Hq, Hk, B, N) for Hq, Hk in ((32, 8), (16, 16)) for B, N in ((8, 2048), (2, 8192))]
     return [
@@ -114,6 +125,7 @@ def _smoke() -> list[Cell]:
 
 GROUPS: dict[str, tuple[Cell, ...]] = {
     "plain": tuple(_plain()),
+    "grid": tuple(_grid()),
     "rope": tuple(_rope()),
     "smoke": tuple(_smoke()),
 }

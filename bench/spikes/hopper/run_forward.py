@@ -151,12 +151,12 @@ def build_one(candidate: Candidate, folder: Path) -> dict[str, Any]:
     return {"name": candidate.name, "fields": asdict(candidate), "bytes": cubin.stat().st_size}
 
 
-def build(folder: Path) -> int:
-    """Compile all candidates and write the list of those that pass the static gate."""
+def build(folder: Path, keep: str) -> int:
+    """Compile the candidates whose name matches and write the list of those that pass the static gate."""
     folder.mkdir(parents=True, exist_ok=True)
     passed: list[dict[str, Any]] = []
     with ThreadPoolExecutor(2) as pool:
-        futures = {c.name: pool.submit(build_one, c, folder) for c in candidates()}
+        futures = {c.name: pool.submit(build_one, c, folder) for c in candidates() if re.search(keep, c.name)}
     for name, future in futures.items():
         error = future.exception()
         if error is None:
@@ -255,12 +255,12 @@ class Kernel:
         self.counter = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def bind(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, section: int | None = None
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, section: int | None = None, extras: Any = None
     ) -> Callable[[], None]:
         """A call that launches on the current stream, all prepared. The scale is 1 / sqrt(head_dim)."""
         import torch
 
-        c, extras = self.candidate, Extras.of(q, k)
+        c, extras = self.candidate, extras or Extras.of(q, k)
         batch, rows, heads, head_dim = q.shape
         group = heads // k.shape[2]
         tiles_m = -(-rows // (64 * c.consumers))
@@ -456,13 +456,15 @@ def check_one(kernel: Kernel, shape: tuple[int, ...], data: str) -> float:
     return float(error) if math.isfinite(float(error)) else math.inf
 
 
-def check(folder: Path, limit: float = 8e-3) -> int:
-    """Every candidate at every shape and kind of data. Returns the number that failed."""
+def check(folder: Path, keep: str, shapes: Sequence[tuple[int, ...]], limit: float = 8e-3) -> int:
+    """Every candidate whose name matches, at the shapes and every kind of data. Returns how many failed."""
     cuda, failed = Cuda(), 0
     for candidate in load(folder):
+        if not re.search(keep, candidate.name):
+            continue
         kernel = Kernel(cuda, folder, candidate)
         kinds = ("normal", "rise", "jump") if candidate.maximum else ("normal",)
-        errors = {(data, shape): check_one(kernel, shape, data) for data in kinds for shape in SHAPES}
+        errors = {(data, shape): check_one(kernel, shape, data) for data in kinds for shape in shapes}
         bad = {key: error for key, error in errors.items() if not error < limit}
         failed += bool(bad)
         verdict = f"FAILED {bad}" if bad else "passed"
@@ -586,15 +588,16 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path("forward.json"))
     parser.add_argument("--keep", default="", help="regular expression on candidate names")
+    parser.add_argument("--short", action="store_true", help="check two shapes only, for a sanitizer")
     parser.add_argument("--search", nargs="*", default=["d128-causal-16k"])
     parser.add_argument("--full", nargs="*", default=[])
     parser.add_argument("--quick", nargs="*", default=[])
     parser.add_argument("--sections", nargs="*", type=int, default=[])
     options = parser.parse_args()
     if options.action == "build":
-        return build(options.folder)
+        return build(options.folder, options.keep)
     if options.action == "check":
-        return check(options.folder)
+        return check(options.folder, options.keep, SHAPES[2:4] if options.short else SHAPES)
     results = search(options.folder, options.search, options.keep)
     options.out.write_text(json.dumps(results, indent=1))
     for name in options.search[:1] if options.sections else []:
