@@ -3,8 +3,8 @@
 
 ``python -m bench.spikes.hopper.compare build DIR`` compiles what the cells need, where nvcc is.
 ``python -m bench.spikes.hopper.compare DIR ARGUMENTS…`` is ``python -m bench ARGUMENTS…`` with the systems
-``spike`` (one block per row tile) and ``spike_persistent`` (forward only: the next work item drawn one step
-before the end of this one).
+``spike`` (the fastest tile at N 16384) and, forward only, ``spike_persistent`` (192 x 80, the next work item
+drawn one step before the end of this one) and ``spike_128`` (128 x 128, persistent).
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from bench.peers import PEERS, Peer
 from bench.spikes.hopper import run_backward, run_forward
 from bench.spikes.hopper.run_forward import GRID_LONGEST_FIRST, PERSISTENT, WATCHED, Candidate
 
+VARIANTS = {
+    "spike_persistent": {"schedule": PERSISTENT},
+    "spike_128": {"schedule": PERSISTENT, "consumers": 2, "tile_n": 128, "stages": 2},
+}
+
 
 def forward_kernel(head_dim: int, causal: bool) -> Candidate:
     """The fastest tile of the search for a head size."""
@@ -38,14 +43,12 @@ def backward_kernel(head_dim: int, causal: bool) -> str:
     return f"d{head_dim}{'c' if causal else 'f'}_{'w' if head_dim == 128 else 'plain'}0"
 
 
-def attend(folder: Path, schedule: int | None, cell: Cell, device: torch.device) -> Callable[..., Any]:
+def attend(folder: Path, changes: dict[str, int], cell: Cell, device: torch.device) -> Callable[..., Any]:
     """Attention of a cell through the kernels: (B, H, N, D) bf16 contiguous, as an autograd function."""
     if cell.dtype != "bfloat16":
         raise ValueError(f"dtype: the kernels take bfloat16, got {cell.dtype}")
     causal = cell.mask == "causal"
-    candidate = forward_kernel(cell.D, causal)
-    if schedule is not None:
-        candidate = replace(candidate, schedule=schedule)
+    candidate = replace(forward_kernel(cell.D, causal), **changes)
     forward = run_forward.Kernel(run_forward.Cuda(), folder, candidate)
     backward = run_backward.Module(folder / f"{backward_kernel(cell.D, causal)}.cubin")
 
@@ -84,8 +87,8 @@ def build(folder: Path) -> int:
     for head_dim in (128, 64):
         for causal in (True, False):
             chosen = forward_kernel(head_dim, causal)
-            for schedule in (GRID_LONGEST_FIRST, PERSISTENT):
-                print(run_forward.build_one(replace(chosen, schedule=schedule), folder)["name"], flush=True)
+            for changes in ({}, *VARIANTS.values()):
+                print(run_forward.build_one(replace(chosen, **changes), folder)["name"], flush=True)
             good &= run_backward.build(backward_kernel(head_dim, causal), folder)
     return 0 if good else 1
 
@@ -95,8 +98,9 @@ def main() -> int:
     if sys.argv[1:2] == ["build"]:
         return build(Path(sys.argv[2]))
     folder = Path(sys.argv[1])
-    PEERS["spike"] = Peer(partial(attend, folder, None))
-    PEERS["spike_persistent"] = Peer(partial(attend, folder, PERSISTENT), forward_only=True)
+    PEERS["spike"] = Peer(partial(attend, folder, {}))
+    for name, changes in VARIANTS.items():
+        PEERS[name] = Peer(partial(attend, folder, changes), forward_only=True)
     return command_line.main(sys.argv[2:])
 
 
