@@ -449,8 +449,13 @@ def check_one(kernel: Kernel, shape: tuple[int, ...], data: str) -> float:
     if not bool(same.all()) or not bool(torch.isnan(out[:, rows:]).all()):
         return math.inf
     finite = ~torch.isneginf(expected_lse)
-    off = (lse.double() - expected_lse)[finite].abs() / (1 + expected_lse[finite].abs())
-    if off.numel() and not float(off.max()) < 2e-3:
+    off = (lse.double() - expected_lse).abs()
+    allowed = 2e-3 * (1 + expected_lse.abs())
+    if kernel.candidate.rotate:
+        # Turned in float32, an element of a key can fall to the other side of a tie of bf16.
+        largest_q = q.double().abs().amax(-1).transpose(1, 2)
+        allowed += largest_q * float(k.double().abs().amax()) * 2.0**-7 / math.sqrt(d)
+    if not bool((off < allowed)[finite].all()):
         return math.inf
     error = (out[:, :rows].double() - expected).norm() / expected.norm().clamp_min(1e-9)
     return float(error) if math.isfinite(float(error)) else math.inf
