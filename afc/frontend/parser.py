@@ -191,6 +191,13 @@ class _Builder:
                 grad = True
             elif part is not None:
                 kind = str(part)
+        if grad and extents is None:
+            raise SourceError.of(
+                "E0402",
+                f"`{name}` is a number; only a captured tensor has a gradient",
+                self.span(tree),
+                hint=f"capture it as a tensor: `{name}[1]: grad`",
+            )
         return ast.Parameter(str(name), extents, kind, grad, bound, self.optional(default), self.span(tree))
 
     def extent(self, tree: Any) -> ast.Extent:

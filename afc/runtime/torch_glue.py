@@ -42,6 +42,7 @@ CAPTURED_DTYPES = {
 }
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
+FIXED_ARGUMENTS = 8  # of the autograd function, before the captured tensors
 
 # Operators live as long as the process: an unloaded one would dangle in compiled code.
 _LIBRARIES: dict[str, Any] = {}
@@ -64,6 +65,12 @@ def _view(x: Tensor | None) -> tuple[int, int, int, int, int] | None:
         return None
     s = x.stride()
     return (x.data_ptr(), s[0], s[1], s[2], s[3] if len(s) == 4 else 1)
+
+
+def _dimensions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Sizes by the names that the language gives them."""
+    (b, h, m, dqk), (_, hk, n, _) = q.shape, k.shape
+    return {"B": b, "H": h, "Hk": hk, "M": m, "N": n, "Dqk": dqk, "Dv": v.shape[3]}
 
 
 def _captured_view(x: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
@@ -139,11 +146,11 @@ class TorchGlue:
             raise ValueError(
                 f"{self.name}: return_lse: its normalizer has no sum over the keys, hence no LSE"
             )
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured))
         if needs_grad:
             if not entry.backward:
                 raise NotImplementedError(f"{self.name}: this module was built without its backward pass")
-            o, lse = self.function(q, k, v, captured, scalars, q_origin, k_origin, deterministic, return_lse)
+            o, lse = self.function(q, k, v, scalars, q_origin, k_origin, deterministic, return_lse, *captured)
         else:
             o, lse = self.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
         return (o, lse) if return_lse else o
@@ -203,19 +210,12 @@ class TorchGlue:
         return entry
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[Tensor]:
-        """Captured tensors in signature order, checked."""
+        """Captured tensors in signature order, checked. Those that may take a gradient keep their shape, so
+        that the gradient has it; the others are expanded to what the kernels see.
+        """
         if not self.attention.info.tensors:
             return []
-        known = {
-            "B": q.shape[0],
-            "H": q.shape[1],
-            "Hk": k.shape[1],
-            "M": q.shape[2],
-            "N": k.shape[2],
-            "Dqk": q.shape[3],
-            "Dv": v.shape[3],
-        }
-        known |= {n: x for n, x in options.items() if isinstance(x, int)}
+        known = _dimensions(q, k, v) | {n: x for n, x in options.items() if isinstance(x, int)}
         tensors = []
         for info in self.attention.info.tensors:
             x = options[info.name]
@@ -226,15 +226,30 @@ class TorchGlue:
                 raise self.attention.fail(TypeError, info.name, wanted, str(x.dtype))
             if x.device != q.device:
                 raise self.attention.fail(ValueError, info.name, f"q's device {q.device}", str(x.device))
-            if x.requires_grad and torch.is_grad_enabled():
+            if x.requires_grad and not info.grad and torch.is_grad_enabled():
                 raise self.attention.fail(
                     ValueError,
                     info.name,
                     "a tensor without requires_grad (its parameter is not declared `grad`)",
                     "one that requires a gradient",
                 )
-            tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
+            full = self.attention.check_captured(info, tuple(x.shape), known)
+            tensors.append(x if info.grad else x.expand(full))
         return tensors
+
+    def full_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], scalars: list[float]
+    ) -> list[tuple[int, ...]]:
+        """Shapes of the captured tensors as the kernels see them."""
+        infos = self.attention.info.tensors
+        if not any(info.grad for info in infos):
+            return [tuple(x.shape) for x in captured]
+        names = [s.name for s in self.attention.info.scalars]
+        known = _dimensions(q, k, v) | {n: int(x) for n, x in zip(names, scalars, strict=True)}
+        return [
+            self.attention.check_captured(info, tuple(x.shape), known)
+            for info, x in zip(infos, captured, strict=True)
+        ]
 
     def check_mode(self, entry: EntryInfo, q_origin: Any, k_origin: Any, deterministic: bool) -> None:
         for argument, value in (("q_origin", q_origin), ("k_origin", k_origin)):
@@ -255,8 +270,10 @@ class TorchGlue:
         backward: bool,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         tensors: tuple[Any, ...],
         captured: list[Tensor],
+        gradients: list[Tensor | None],
         scalars: list[float],
         q_origin: int,
         k_origin: int,
@@ -273,8 +290,15 @@ class TorchGlue:
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        shapes = self.full_shapes(q, k, v, captured, scalars)
+        captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
+        infos = self.attention.info.tensors
+        gradient_views = tuple(
+            None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
+            for info, x, s in zip(infos, gradients, shapes, strict=True)
+        )
         workspace_bytes = self.module._afc_workspace(
-            entry.index, backward, device, sizes, q_origin, k_origin, threads
+            entry.index, backward, device, sizes, q_origin, k_origin, threads, gradient_views
         )
         workspace = (
             torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device)
@@ -290,8 +314,8 @@ class TorchGlue:
             device,
             sizes,
             tensors,
-            tuple(_captured_view(x) for x in captured),
-            (),
+            captured_views,
+            gradient_views,
             values,
             q_origin,
             k_origin,
@@ -327,7 +351,8 @@ class TorchGlue:
             None,
             None,
         )
-        self._run(entry, False, q, k, tensors, captured, scalars, q_origin, k_origin, False)
+        none: list[Tensor | None] = [None] * len(captured)
+        self._run(entry, False, q, k, v, tensors, captured, none, scalars, q_origin, k_origin, False)
         return o, lse
 
     def fake_forward(
@@ -357,11 +382,16 @@ class TorchGlue:
         q_origin: int,
         k_origin: int,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
-        dq, dk, dv = self.fake_backward(
-            d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic
+        dq, dk, dv, _ = self.fake_backward(
+            d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic, wanted
         )
+        gradients = [
+            x.new_zeros(x.shape, dtype=lse.dtype) if want else None
+            for x, want in zip(captured, wanted, strict=True)
+        ]
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
         tensors = (
@@ -376,8 +406,11 @@ class TorchGlue:
             _view(dk),
             _view(dv),
         )
-        self._run(entry, True, q, k, tensors, captured, scalars, q_origin, k_origin, deterministic)
-        return dq, dk, dv
+        self._run(
+            entry, True, q, k, v, tensors, captured, gradients, scalars, q_origin, k_origin, deterministic
+        )
+        pairs = zip(captured, gradients, strict=True)
+        return dq, dk, dv, [g.to(x.dtype) for x, g in pairs if g is not None]
 
     def fake_backward(
         self,
@@ -393,8 +426,10 @@ class TorchGlue:
         q_origin: int,
         k_origin: int,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape))
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        gradients = [x.new_empty(x.shape) for x, want in zip(captured, wanted, strict=True) if want]
+        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape)), gradients
 
 
 def _define(library: Any, key: str) -> None:
@@ -403,7 +438,7 @@ def _define(library: Any, key: str) -> None:
     library.define(
         f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
         f"{common}, "
-        "bool deterministic) -> (Tensor, Tensor, Tensor)"
+        "bool deterministic, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])"
     )
 
 
@@ -417,14 +452,14 @@ def _autograd_function(glue: TorchGlue) -> Any:
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            captured: list[Tensor],
             scalars: list[float],
             q_origin: int,
             k_origin: int,
             deterministic: bool,
             return_lse: bool,
+            *captured: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            o, lse = glue.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
+            o, lse = glue.forward_op(q, k, v, list(captured), scalars, q_origin, k_origin)
             ctx.save_for_backward(q, k, v, o, lse, *captured)
             ctx.scalars, ctx.origins, ctx.deterministic, ctx.return_lse = (
                 scalars,
@@ -440,7 +475,8 @@ def _autograd_function(glue: TorchGlue) -> Any:
         @once_differentiable
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
             q, k, v, o, lse, *captured = ctx.saved_tensors
-            dq, dk, dv = glue.backward_op(
+            wanted = list(ctx.needs_input_grad[FIXED_ARGUMENTS:])
+            dq, dk, dv, gradients = glue.backward_op(
                 d_o,
                 dlse if ctx.return_lse else None,
                 q,
@@ -452,7 +488,10 @@ def _autograd_function(glue: TorchGlue) -> Any:
                 ctx.scalars,
                 *ctx.origins,
                 ctx.deterministic,
+                wanted,
             )
-            return dq, dk, dv, None, None, None, None, None, None
+            found = iter(gradients)
+            none = [None] * (FIXED_ARGUMENTS - 3)
+            return dq, dk, dv, *none, *(next(found) if want else None for want in wanted)
 
     return AttentionFunction.apply
