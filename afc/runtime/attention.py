@@ -18,7 +18,7 @@ from afc.runtime.describe import (
 from afc.runtime.loading import restore_attention
 
 MAX_POSITION = 2**30
-RESERVED = ("q_origin", "k_origin", "return_lse", "deterministic")
+RESERVED = {"q_origin": None, "k_origin": 0, "kv_len": None, "return_lse": False, "deterministic": False}
 
 
 class Attention:
@@ -58,15 +58,16 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        q_origin: int = 0,
-        k_origin: int = 0,
+        q_origin: Any = None,
+        k_origin: Any = 0,
+        kv_len: Any = None,
         return_lse: bool = False,
         deterministic: bool = False,
         **options: Any,
     ) -> Any:
         if self.glue is None:
             self.prepare()
-        return self.glue(q, k, v, options, q_origin, k_origin, return_lse, deterministic)
+        return self.glue(q, k, v, options, q_origin, k_origin, kv_len, return_lse, deterministic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
         return self  # it holds nothing that could differ
@@ -130,10 +131,6 @@ class Attention:
     def check_names(self, options: dict[str, Any]) -> None:
         """Raises TypeError for a keyword the attention does not have, or a missing tensor."""
         for name in options:
-            if name == "kv_len":
-                raise NotImplementedError(
-                    f"{self.__name__}: kv_len: not supported by this module; slice k and v instead"
-                )
             if name not in self.info.order:
                 known = ", ".join((*self.info.order, *RESERVED))
                 raise TypeError(
@@ -193,7 +190,7 @@ def _signature(info: AttentionInfo) -> inspect.Signature:
                 name, inspect.Parameter.KEYWORD_ONLY, default=empty if default is None else default
             )
         )
-    for name, value in (("q_origin", 0), ("k_origin", 0), ("return_lse", False), ("deterministic", False)):
+    for name, value in RESERVED.items():
         named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
     return inspect.Signature([*positional, *named])
 
@@ -207,7 +204,9 @@ def _docstring(info: AttentionInfo) -> str:
     lines += [f"{t.name} {_shape_text(t)}: {t.type} tensor." for t in info.tensors]
     lines += [f"{s.name}: {s.type}{' > 0' if s.positive else ''}." for s in info.scalars]
     lines += [
-        "q_origin, k_origin: positions of row 0 of q and of k.",
+        "q_origin, k_origin: positions of row 0 of q and of k; ints, or int tensors [] or [B].",
+        "kv_len: number of keys, as the origins; later rows of k and v are never read. Then q_origin is by",
+        "default k_origin + kv_len - M, which ends q where the keys end; else 0.",
         "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
         "deterministic: refuse kernels whose gradients depend on the order of additions.",
         "",

@@ -8,6 +8,7 @@ from torch's allocator, work goes to the current stream, nothing synchronises.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from afc.runtime.attention import Attention
 
 Tensor = torch.Tensor
+
+# What the operators take besides tensors: float scalars; q_origin, k_origin, kv_len (or NO_KV_LEN) and the
+# other scalars; and int64 tensors [B] that stand for the first three where batches differ, or nothing.
+Numbers = tuple[list[float], list[Any], list[Tensor | None]]
 
 DTYPE_CODES = {
     torch.bool: 0,
@@ -40,6 +45,7 @@ CAPTURED_DTYPES = {
     "int": (torch.int32, torch.int64),
     "bool": (torch.bool,),
 }
+NO_KV_LEN = -1
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
 
@@ -68,6 +74,13 @@ def _view(x: Tensor | None) -> tuple[int, int, int, int, int] | None:
 
 def _captured_view(x: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     return (x.data_ptr(), DTYPE_CODES[x.dtype], tuple(x.shape), tuple(x.stride()))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in the dtype that autocast computes attention in; like PyTorch, it leaves float64 alone."""
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -118,23 +131,23 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         options: dict[str, Any],
-        q_origin: int,
-        k_origin: int,
+        q_origin: Any,
+        k_origin: Any,
+        kv_len: Any,
         return_lse: bool,
         deterministic: bool,
     ) -> Any:
         attention = self.attention
         attention.check_names(options)
-        scalars = attention.scalars(options)
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, Tensor):
                 raise attention.fail(TypeError, argument, "a torch.Tensor", type(x).__name__)
         if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            q, k, v = (_autocast(x) for x in (q, k, v))
         entry = self.check(q, k, v)
         captured = self.captured(q, k, v, options)
-        self.check_mode(entry, q_origin, k_origin, deterministic)
+        self.check_mode(entry, deterministic)
+        numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
         if return_lse and not entry.lse:
             raise ValueError(
                 f"{self.name}: return_lse: its normalizer has no sum over the keys, hence no LSE"
@@ -143,9 +156,9 @@ class TorchGlue:
         if needs_grad:
             if not entry.backward:
                 raise NotImplementedError(f"{self.name}: this module was built without its backward pass")
-            o, lse = self.function(q, k, v, captured, scalars, q_origin, k_origin, deterministic, return_lse)
+            o, lse = self.function(q, k, v, captured, numbers, deterministic, return_lse)
         else:
-            o, lse = self.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
+            o, lse = self.forward_op(q, k, v, captured, *numbers)
         return (o, lse) if return_lse else o
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> EntryInfo:
@@ -236,16 +249,60 @@ class TorchGlue:
             tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
         return tensors
 
-    def check_mode(self, entry: EntryInfo, q_origin: Any, k_origin: Any, deterministic: bool) -> None:
-        for argument, value in (("q_origin", q_origin), ("k_origin", k_origin)):
-            if isinstance(value, Tensor):
-                raise NotImplementedError(
-                    f"{self.name}: {argument}: a tensor is not supported by this module; pass an int"
-                )
+    def check_mode(self, entry: EntryInfo, deterministic: bool) -> None:
         if (deterministic or torch.are_deterministic_algorithms_enabled()) and not entry.deterministic:
             raise NotImplementedError(
                 f"{self.name}: deterministic: the backward pass of {entry} adds dQ in no fixed order"
             )
+
+    def numbers(
+        self, entry: EntryInfo, q: Tensor, k: Tensor, scalars: list[int | float], places: tuple[Any, Any, Any]
+    ) -> Numbers:
+        """Run-time scalars and places (q_origin, k_origin, kv_len) as the operators take them, checked."""
+        names = ("q_origin", "k_origin", "kv_len")
+        q_origin, k_origin, kv_len = (
+            self.place(entry, q, name, x) for name, x in zip(names, places, strict=True)
+        )
+        if isinstance(kv_len, (int, torch.SymInt)) and not 0 <= kv_len <= k.shape[2]:
+            expected = f"a number of keys in 0..{k.shape[2]}"
+            raise self.attention.fail(ValueError, "kv_len", expected, str(kv_len))
+        if q_origin is None:
+            q_origin = 0 if kv_len is None else k_origin + kv_len - q.shape[2]
+        given = (q_origin, k_origin, kv_len)
+        kinds = [s.type for s in self.attention.info.scalars]
+        nothing = (0, 0, NO_KV_LEN)
+        ints: list[Any] = [
+            none if x is None or isinstance(x, Tensor) else x for x, none in zip(given, nothing, strict=True)
+        ]
+        ints += [x for x, kind in zip(scalars, kinds, strict=True) if kind != "float"]
+        floats = [x for x, kind in zip(scalars, kinds, strict=True) if kind == "float"]
+        per_batch = [x if isinstance(x, Tensor) else None for x in given]
+        return floats, ints, per_batch if any(x is not None for x in per_batch) else []
+
+    def place(self, entry: EntryInfo, q: Tensor, name: str, value: Any) -> Any:
+        """An origin or a number of keys: an int, or an int64 tensor [B]; None where a default is to be found.
+
+        Raises TypeError, ValueError, NotImplementedError.
+        """
+        if value is None and name != "k_origin":
+            return None
+        if entry.target == "cuda" and (isinstance(value, Tensor) or name == "kv_len"):
+            instead = "slice k and v, and give q_origin" if name == "kv_len" else "pass an int"
+            raise NotImplementedError(
+                f"{self.name}: {name}: {type(value).__name__} is not supported by GPU kernels yet; {instead}"
+            )
+        if not isinstance(value, Tensor):
+            if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+                raise self.attention.fail(TypeError, name, "an int or an int tensor, 0-d or [B]", repr(value))
+            return value
+        if value.dtype not in CAPTURED_DTYPES["int"]:
+            raise self.attention.fail(TypeError, name, "an int32 or int64 tensor", str(value.dtype))
+        if value.device != q.device:
+            raise self.attention.fail(ValueError, name, f"q's device {q.device}", str(value.device))
+        if value.dim() > 1 or (value.dim() == 1 and value.shape[0] != q.shape[0]):
+            expected = f"shape [] or [{q.shape[0]}]"
+            raise self.attention.fail(ValueError, name, expected, str(tuple(value.shape)))
+        return value.to(torch.int64).expand(q.shape[0]).contiguous()
 
     # ---- operators ----------------------------------------------------------------------------------------
 
@@ -257,24 +314,27 @@ class TorchGlue:
         k: Tensor,
         tensors: tuple[Any, ...],
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
     ) -> None:
         b, h, m, _ = q.shape
         sizes = (b, h, k.shape[1], m, k.shape[2])
         cuda = q.device.type == "cuda"
         threads = 1 if cuda else torch.get_num_threads()
-        kinds = [s.type for s in self.attention.info.scalars]
-        values = tuple(
-            float(x) if kind == "float" else int(x) for x, kind in zip(scalars, kinds, strict=True)
-        )
+        q_origin, k_origin, kv_len, *others = ints
+        own: dict[str, Iterator[Any]] = {"float": iter(floats)}
+        integers = iter(others)
+        values = tuple(next(own.get(s.type, integers)) for s in self.attention.info.scalars)
+        if kv_len != NO_KV_LEN:
+            per_batch = [*(per_batch[:2] or (None, None)), torch.full((b,), kv_len, dtype=torch.int64)]
+        pointers = tuple(0 if x is None else x.data_ptr() for x in per_batch)
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
         workspace_bytes = self.module._afc_workspace(
-            entry.index, backward, device, sizes, q_origin, k_origin, threads
+            entry.index, backward, device, sizes, q_origin, k_origin, threads, *pointers
         )
         workspace = (
             torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device)
@@ -299,6 +359,7 @@ class TorchGlue:
             workspace_bytes,
             stream,
             threads,
+            *pointers,
         )
 
     def run_forward(
@@ -307,14 +368,14 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        o, lse = self.fake_forward(q, k, v, captured, scalars, q_origin, k_origin)
+        o, lse = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
         tensors = (
             _view(q),
             _view(k),
@@ -327,7 +388,7 @@ class TorchGlue:
             None,
             None,
         )
-        self._run(entry, False, q, k, tensors, captured, scalars, q_origin, k_origin, False)
+        self._run(entry, False, q, k, tensors, captured, floats, ints, per_batch, False)
         return o, lse
 
     def fake_forward(
@@ -336,9 +397,9 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         b, h, m, _ = q.shape
         return _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
@@ -353,14 +414,14 @@ class TorchGlue:
         o: Tensor,
         lse: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         dq, dk, dv = self.fake_backward(
-            d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic
+            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic
         )
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
@@ -376,7 +437,7 @@ class TorchGlue:
             _view(dk),
             _view(dv),
         )
-        self._run(entry, True, q, k, tensors, captured, scalars, q_origin, k_origin, deterministic)
+        self._run(entry, True, q, k, tensors, captured, floats, ints, per_batch, deterministic)
         return dq, dk, dv
 
     def fake_backward(
@@ -389,16 +450,17 @@ class TorchGlue:
         o: Tensor,
         lse: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape))
 
 
 def _define(library: Any, key: str) -> None:
-    common = "Tensor[] captured, float[] scalars, SymInt q_origin, SymInt k_origin"
+    # Ints are SymInt: a float in a schema, or an int among floats, would be compiled in, value by value.
+    common = "Tensor[] captured, float[] floats, SymInt[] ints, Tensor?[] per_batch"
     library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> (Tensor, Tensor)")
     library.define(
         f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
@@ -418,20 +480,15 @@ def _autograd_function(glue: TorchGlue) -> Any:
             k: Tensor,
             v: Tensor,
             captured: list[Tensor],
-            scalars: list[float],
-            q_origin: int,
-            k_origin: int,
+            numbers: Numbers,
             deterministic: bool,
             return_lse: bool,
         ) -> tuple[Tensor, Tensor]:
-            o, lse = glue.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
-            ctx.save_for_backward(q, k, v, o, lse, *captured)
-            ctx.scalars, ctx.origins, ctx.deterministic, ctx.return_lse = (
-                scalars,
-                (q_origin, k_origin),
-                deterministic,
-                return_lse,
-            )
+            floats, ints, per_batch = numbers
+            o, lse = glue.forward_op(q, k, v, captured, floats, ints, per_batch)
+            ctx.save_for_backward(q, k, v, o, lse, *per_batch, *captured)
+            ctx.floats, ctx.ints, ctx.per_batch = floats, ints, len(per_batch)
+            ctx.deterministic, ctx.return_lse = deterministic, return_lse
             if not return_lse:
                 ctx.mark_non_differentiable(lse)
             return o, lse
@@ -439,7 +496,8 @@ def _autograd_function(glue: TorchGlue) -> Any:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
-            q, k, v, o, lse, *captured = ctx.saved_tensors
+            q, k, v, o, lse, *others = ctx.saved_tensors
+            per_batch, captured = others[: ctx.per_batch], others[ctx.per_batch :]
             dq, dk, dv = glue.backward_op(
                 d_o,
                 dlse if ctx.return_lse else None,
@@ -449,10 +507,11 @@ def _autograd_function(glue: TorchGlue) -> Any:
                 o,
                 lse,
                 captured,
-                ctx.scalars,
-                *ctx.origins,
+                ctx.floats,
+                ctx.ints,
+                per_batch,
                 ctx.deterministic,
             )
-            return dq, dk, dv, None, None, None, None, None, None
+            return dq, dk, dv, None, None, None, None
 
     return AttentionFunction.apply
