@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from afc.runtime.describe import (
@@ -27,7 +28,7 @@ class Attention:
     q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and
     device, any strides with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and
     with `return_lse` also the natural-log LSE [B, H, M] in float32 (float64 for float64), both
-    differentiable.
+    differentiable. NumPy arrays and DLPack objects in CPU memory give NumPy arrays, without gradients.
     """
 
     def __init__(self, module: Any, info: ModuleInfo, name: str) -> None:
@@ -65,8 +66,12 @@ class Attention:
         deterministic: bool = False,
         **options: Any,
     ) -> Any:
-        if self.glue is None:
+        if self.glue is None and "torch" in sys.modules:
             self.prepare()
+        if self.glue is None or not self.glue.takes(q):
+            from afc.runtime.arrays import call_with_arrays
+
+            return call_with_arrays(self, q, k, v, options, (q_origin, k_origin, kv_len), return_lse)
         return self.glue(q, k, v, options, q_origin, k_origin, kv_len, return_lse, deterministic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
@@ -142,6 +147,36 @@ class Attention:
                     f"{self.__name__}: missing argument `{tensor.name}` "
                     f"(a {tensor.type} tensor {_shape_text(tensor)})"
                 )
+
+    def check_shapes(self, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+        """Raises ValueError where shapes of q, k and v do not fit."""
+        for argument, shape in (("q", q), ("k", k), ("v", v)):
+            if len(shape) != 4:
+                expected = "4 dimensions [batch, heads, rows, head size]"
+                raise self.fail(ValueError, argument, expected, str(tuple(shape)))
+        if k[0] != q[0] or k[3] != q[3]:
+            expected = f"shape [{q[0]}, Hk, N, {q[3]}] to go with q {tuple(q)}"
+            raise self.fail(ValueError, "k", expected, str(tuple(k)))
+        if v[:3] != k[:3]:
+            expected = f"shape [{k[0]}, {k[1]}, {k[2]}, Dv] to go with k"
+            raise self.fail(ValueError, "v", expected, str(tuple(v)))
+        if (k[1] == 0 and q[1] != 0) or (k[1] != 0 and q[1] % k[1] != 0):
+            raise self.fail(ValueError, "k", f"a number of heads that divides q's {q[1]}", str(k[1]))
+
+    def check_lse(self, entry: EntryInfo, return_lse: bool) -> None:
+        """Raises ValueError where an LSE is asked for that does not exist."""
+        if return_lse and not entry.lse:
+            raise ValueError(
+                f"{self.__name__}: return_lse: its normalizer has no sum over the keys, hence no LSE"
+            )
+
+    @staticmethod
+    def known_sizes(
+        q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
+    ) -> dict[str, int]:
+        """Values of the names that sizes of captured tensors may read."""
+        sizes = {"B": q[0], "H": q[1], "Hk": k[1], "M": q[2], "N": k[2], "Dqk": q[3], "Dv": v[3]}
+        return sizes | {n: x for n, x in options.items() if isinstance(x, int)}
 
     def check_captured(
         self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]

@@ -123,6 +123,11 @@ class TorchGlue:
             torch.library.register_fake(f"afc::{op}", fake, lib=self.library)
         self.library._afc_registered = True
 
+    @staticmethod
+    def takes(x: Any) -> bool:
+        """Whether a call with x as q is torch's."""
+        return isinstance(x, Tensor)
+
     # ---- the call -----------------------------------------------------------------------------------------
 
     def __call__(
@@ -148,10 +153,7 @@ class TorchGlue:
         captured = self.captured(q, k, v, options)
         self.check_mode(entry, deterministic)
         numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
-        if return_lse and not entry.lse:
-            raise ValueError(
-                f"{self.name}: return_lse: its normalizer has no sum over the keys, hence no LSE"
-            )
+        attention.check_lse(entry, return_lse)
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad:
             if not entry.backward:
@@ -165,10 +167,6 @@ class TorchGlue:
         """The entry that runs the call. Raises TypeError or ValueError that names the argument."""
         fail = self.attention.fail
         for argument, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise fail(
-                    ValueError, argument, "4 dimensions [batch, heads, rows, head size]", str(tuple(x.shape))
-                )
             if x.layout is not torch.strided:
                 raise fail(TypeError, argument, "a strided tensor", str(x.layout))
             if x.dtype not in STORAGES:
@@ -177,24 +175,7 @@ class TorchGlue:
                 raise fail(TypeError, argument, f"q's dtype {q.dtype}", str(x.dtype))
             if x.device != q.device:
                 raise fail(ValueError, argument, f"q's device {q.device}", str(x.device))
-        b, h, _, dqk = q.shape
-        if k.shape[0] != b or k.shape[3] != dqk:
-            raise fail(
-                ValueError,
-                "k",
-                f"shape [{b}, Hk, N, {dqk}] to go with q {tuple(q.shape)}",
-                str(tuple(k.shape)),
-            )
-        if v.shape[:3] != k.shape[:3]:
-            raise fail(
-                ValueError,
-                "v",
-                f"shape [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, Dv] to go with k",
-                str(tuple(v.shape)),
-            )
-        hk = k.shape[1]
-        if (hk == 0 and h != 0) or (hk != 0 and h % hk != 0):
-            raise fail(ValueError, "k", f"a number of heads that divides q's {h}", str(hk))
+        self.attention.check_shapes(q.shape, k.shape, v.shape)
         if q.device.type not in ("cpu", "cuda"):
             raise fail(ValueError, "q", "a CPU or CUDA tensor", str(q.device))
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.float64):
@@ -204,7 +185,7 @@ class TorchGlue:
                 "bfloat16 or float16 on CUDA (convert with .to(torch.bfloat16), or use autocast)",
                 str(q.dtype),
             )
-        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], dqk, v.shape[3])
+        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.stride(3) != 1 and x.shape[3] > 1:
                 raise fail(
@@ -219,16 +200,7 @@ class TorchGlue:
         """Captured tensors in signature order, checked."""
         if not self.attention.info.tensors:
             return []
-        known = {
-            "B": q.shape[0],
-            "H": q.shape[1],
-            "Hk": k.shape[1],
-            "M": q.shape[2],
-            "N": k.shape[2],
-            "Dqk": q.shape[3],
-            "Dv": v.shape[3],
-        }
-        known |= {n: x for n, x in options.items() if isinstance(x, int)}
+        known = self.attention.known_sizes(q.shape, k.shape, v.shape, options)
         tensors = []
         for info in self.attention.info.tensors:
             x = options[info.name]
