@@ -9,7 +9,7 @@ gradients 0; a masked element influences nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ Array = Any  # np.ndarray of float64
 @dataclass(frozen=True)
 class Call:
     """Arguments of a call: q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv], captured tensors, scalars,
-    origins.
+    origins and number of keys; each of the last three an int or an array [B]. `kv_len` None: all keys.
     """
 
     q: Array
@@ -32,8 +32,27 @@ class Call:
     v: Array
     tensors: Mapping[str, Array] = field(default_factory=dict)
     scalars: Mapping[str, float | int | bool] = field(default_factory=dict)
-    q_origin: int = 0
-    k_origin: int = 0
+    q_origin: int | Array = 0
+    k_origin: int | Array = 0
+    kv_len: int | Array | None = None
+
+    def of_batch(self, b: int) -> Call:
+        """The same call with the origins and the number of keys of batch b, as ints."""
+        places = (np.broadcast_to(x, self.q.shape[:1]) for x in (self.q_origin, self.k_origin))
+        q_origin, k_origin = (int(x[b]) for x in places)
+        return replace(self, q_origin=q_origin, k_origin=k_origin, kv_len=self.key_count(b))
+
+    def key_count(self, b: int) -> int:
+        """Number of keys of batch b."""
+        count = self.k.shape[2] if self.kv_len is None else self.kv_len
+        return int(np.broadcast_to(count, self.q.shape[:1])[b])
+
+    def without_unread(self, x: Array) -> Array:
+        """x [B, Hk, N, D] in float64 with zeros in the rows that are never read."""
+        if self.kv_len is None:
+            return np.asarray(x, np.float64)
+        live = np.arange(x.shape[2])[:, None] < _by_batch(self.kv_len)
+        return np.where(live, np.asarray(x, np.float64), 0.0)
 
     def sizes(self) -> dict[str, int]:
         """Dimensions and origins by name."""
@@ -63,9 +82,14 @@ class Call:
             "h": heads[None, :, None, None],
             "m": m,
             "n": n,
-            "i": m + self.q_origin,
-            "j": n + self.k_origin,
+            "i": m + _by_batch(self.q_origin),
+            "j": n + _by_batch(self.k_origin),
         }
+
+
+def _by_batch(value: int | Array) -> int | Array:
+    """A number, or numbers [B] that broadcast to [B, H, rows, columns]."""
+    return value if np.ndim(value) == 0 else np.reshape(value, (-1, 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -86,13 +110,13 @@ class Gradients:
     captured: Mapping[str, Array] = field(default_factory=dict)
 
 
-def rotate(x: Array, steps: tuple[Rotation, ...], origin: int, transpose: bool = False) -> Array:
+def rotate(x: Array, steps: tuple[Rotation, ...], origin: int | Array, transpose: bool = False) -> Array:
     """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order.
 
     Rotations must have `matrix`.
     """
     x = np.array(x, np.float64)
-    position = np.arange(x.shape[2])[:, None] + origin
+    position = np.arange(x.shape[2])[:, None] + _by_batch(origin)
     for step in reversed(steps) if transpose else steps:
         assert step.matrix is not None
         lo, hi = columns(step)
@@ -132,14 +156,16 @@ def forward(program: Program, call: Call) -> Result:
 def _trace(program: Program, call: Call) -> _Trace:
     group = call.q.shape[1] // max(call.k.shape[1], 1)
     q = rotate(call.q, program.q_steps, call.q_origin)
-    k = np.repeat(rotate(call.k, program.k_steps, call.k_origin), group, axis=1)
-    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    k = np.repeat(rotate(call.without_unread(call.k), program.k_steps, call.k_origin), group, axis=1)
+    v = np.repeat(call.without_unread(call.v), group, axis=1)
     env = call.elements()
     s = q @ k.swapaxes(-1, -2)
     x = s
     for step in program.scores:
         x = np.broadcast_to(evaluate_formula(step.formula, {**env, "s": x}, call.tensors)[0], s.shape)
     keep = np.ones(s.shape, bool)
+    if call.kv_len is not None:
+        keep &= env["n"] < _by_batch(call.kv_len)
     for step in program.masks:
         keep &= evaluate_formula(step.formula, env, call.tensors)[0]
     x = program.normalizer.factor * x
@@ -183,7 +209,7 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     t = _trace(program, call)
     group = call.q.shape[1] // max(call.k.shape[1], 1)
     do = np.asarray(do, np.float64)
-    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    v = np.repeat(call.without_unread(call.v), group, axis=1)
     delta = (do * t.result.o).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]

@@ -94,8 +94,8 @@ def run_backward(
         "delta": np.full((b, h, m, 1), np.nan),
         "dq_sum": np.zeros((b, h, m, d)),
         "dq": np.full(call.q.shape, np.nan),
-        "dk": np.full(call.k.shape, np.nan),
-        "dv": np.full(call.v.shape, np.nan),
+        "dk": call.without_unread(np.full(call.k.shape, np.nan)),
+        "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
     memory.captured = {
         r.load.tensor: np.zeros(np.shape(call.tensors[r.load.tensor])) for r in plan.semantics.captured
@@ -106,12 +106,12 @@ def run_backward(
 
 def _memory(plan: LaunchPlan, call: Call) -> _Memory:
     s = plan.semantics
-    q, k = (to_storage(x, s.storage) for x in (call.q, call.k))
+    q, k, v = (to_storage(x, s.storage) for x in (call.q, *map(call.without_unread, (call.k, call.v))))
     memory = _Memory(call, s, group=call.q.shape[1] // max(call.k.shape[1], 1))
     memory.tensors = {
         "q": to_storage(rotate(q, s.q_rotations, call.q_origin), s.storage),
         "k": to_storage(rotate(k, s.k_rotations, call.k_origin), s.storage),
-        "v": to_storage(call.v, s.storage),
+        "v": v,
     }
     return memory
 
@@ -125,9 +125,10 @@ def _run(launches: tuple[Launch, ...], memory: _Memory) -> None:
 def _kernel(kernel: TiledKernel, memory: _Memory) -> None:
     sizes = memory.call.sizes()
     queries = kernel.stationary == "queries"
-    tile, length = (kernel.tile.queries, sizes["M"]) if queries else (kernel.tile.keys, sizes["N"])
+    tile = kernel.tile.queries if queries else kernel.tile.keys
     heads = sizes["H"] if queries else sizes["Hk"]
     for b in range(sizes["B"]):
+        length = sizes["M"] if queries else memory.call.key_count(b)
         for head in range(heads):
             for first in range(0, length, tile):
                 section = slice(first, min(first + tile, length))
@@ -145,7 +146,7 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
     )
     _ops(kernel.prologue, work, memory)
     if kernel.walk is not None:
-        run, size = _walk(kernel, memory, section)
+        run, size = _walk(kernel, memory, b, section)
         for member in range(memory.group if kernel.walk.over_group else 1):
             work.h = work.h if queries else head * memory.group + member
             for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
@@ -155,11 +156,13 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
     _ops(kernel.epilogue, work, memory)
 
 
-def _walk(kernel: TiledKernel, memory: _Memory, section: slice) -> tuple[Run, int]:
-    sizes: dict[str, Any] = {**memory.call.sizes(), **memory.call.scalars}
+def _walk(kernel: TiledKernel, memory: _Memory, b: int, section: slice) -> tuple[Run, int]:
+    call = memory.call.of_batch(b)
+    sizes: dict[str, Any] = {**call.sizes(), **call.scalars}
     plan = memory.semantics.mask
     if kernel.stationary == "queries":
-        return key_run(plan, section.start, section.stop - 1, sizes), kernel.tile.keys
+        run = key_run(plan, section.start, section.stop - 1, sizes)
+        return run.below(call.key_count(b)), kernel.tile.keys
     return query_run(plan, section.start, section.stop - 1, sizes), kernel.tile.queries
 
 
@@ -248,7 +251,7 @@ def _matmul(op: Matmul, work: _Work, memory: _Memory) -> None:
 
 
 def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
-    call = memory.call
+    call = memory.call.of_batch(work.b)
     m, n = (
         np.arange(work.rows.start, work.rows.stop)[:, None],
         np.arange(work.keys.start, work.keys.stop)[None, :],
@@ -262,6 +265,7 @@ def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
         "n": n,
         "i": m + call.q_origin,
         "j": n + call.k_origin,
+        "kv_len": call.kv_len,
     }
 
 
@@ -283,7 +287,7 @@ def _score_gradient(s: Array, work: _Work, memory: _Memory) -> Array:
 
 def _keep(work: _Work, memory: _Memory) -> Array:
     env = _env(work, memory)
-    keep = (env["m"] < env["M"]) & (env["n"] < env["N"])
+    keep = (env["m"] < env["M"]) & (env["n"] < env["kv_len"])
     predicate = memory.semantics.mask.predicate
     return keep if predicate is None else keep & evaluate(predicate, env, memory.call.tensors)
 
@@ -362,7 +366,7 @@ def _log_extra(work: _Work, memory: _Memory, rows: int) -> Array:
 def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
     if x not in work.tiles:
         return
-    semantics, call = memory.semantics, memory.call
+    semantics, call = memory.semantics, memory.call.of_batch(work.b)
     if operand == "q":
         steps, origin, rows = semantics.q_rotations, call.q_origin, work.rows
     else:

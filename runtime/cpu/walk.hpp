@@ -13,6 +13,12 @@ namespace afc {
 
 using ::Run;
 
+// The part of a run below index `end`.
+AFC_FN Run run_below(const Run &run, int64_t end) {
+  const auto cut = [end](int index) { return int(min(int64_t(index), end)); };
+  return Run{cut(run.begin), cut(run.full_begin), cut(run.full_end), cut(run.end)};
+}
+
 // Calls visit(first, count, full) for pieces of at most `tile` indices: first those that need the element
 // test, then the full ones. A piece never straddles the border between the two.
 template <class Visit> AFC_FN void walk(const Run &run, int tile, Visit visit) {
