@@ -17,7 +17,9 @@ from afc.render.cpu_context import (
     CpuRotated,
     CpuRotation,
 )
+from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
+from afc.schedule.common import table_part
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -102,7 +104,7 @@ def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tu
 
 def _rotated(
     name: Literal["q", "k"],
-    heads: str,
+    heads: Literal["Hq", "Hk"],
     rows: str,
     rotations: tuple[Rotation, ...],
     texts: tuple[RotationText, ...],
@@ -126,7 +128,9 @@ def _rotated(
                 text.a11,
                 offset,
                 rotation.call,
+                text.plain,
             )
         )
-        offset += text.coefficients * pairs
-    return CpuRotated(name, heads, rows, f"{name}_origin", tuple(parts), offset)
+        offset += table_part(rotation)
+    tables = table_index(rotations, heads)
+    return CpuRotated(name, heads, rows, f"{name}_origin", tuple(parts), offset, tables)
