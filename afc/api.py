@@ -34,6 +34,8 @@ from afc.build import (
 from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
+from afc.frontend.dump import dump
+from afc.frontend.parser import parse
 from afc.ir.program import Param, Program, TensorParam
 from afc.ir.tiled import LaunchPlan
 from afc.options import Options
@@ -354,10 +356,12 @@ def _device_arch() -> str:
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:
-    """Text of a stage: `program` (after each pass), `plan`, `tiled`, `cpp` (CPU code), `cu` (CUDA),
-    `launch`.
+    """Text of a stage: `ast` (the file's syntax tree), `program` (after all passes), `plan`, `tiled`, `cpp`
+    (CPU code), `cu` (CUDA), `launch`.
     """
     checked = check_file(path)
+    if stage == "ast":
+        return dump(parse(checked.text, checked.path))
     if stage in ("program", "plan", "tiled"):
         from afc.ir.printer import print_plan, print_program
 
@@ -367,6 +371,8 @@ def emit(path: str | Path, stage: str, options: Options) -> str:
         return "\n".join(parts)
     wanted = {"cpp": "cpu", "cu": "cuda", "launch": "cuda"}
     if stage not in wanted:
-        raise UsageError.of("E0616", f"unknown stage `{stage}`", hint="program, plan, tiled, cpp, cu, launch")
+        raise UsageError.of(
+            "E0616", f"unknown stage `{stage}`", hint="ast, program, plan, tiled, cpp, cu, launch"
+        )
     made = units(checked, replace(options, backends=(wanted[stage],)))
     return "\n".join((u.device_text or "") if stage == "cu" else u.host_text for u in made)

@@ -20,7 +20,7 @@ from afc import __version__
 from afc.errors import AfcError, Diagnostic, SourceError, ToolchainError, UsageError, render
 from afc.errors import to_json as diagnostic_json
 
-STAGES = ("program", "plan", "tiled", "cpp", "cu", "launch")
+STAGES = ("ast", "program", "plan", "tiled", "cpp", "cu", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
