@@ -53,7 +53,7 @@ class _Spans:
         spans = np.concatenate(self.parts) if self.parts else np.zeros((0, 4), np.int32)
         spans = spans[np.lexsort((spans[:, 1], spans[:, 0]))]
         touching = (spans[1:, 0] == spans[:-1, 0]) & (spans[1:, 1] == spans[:-1, 2])
-        starts = np.flatnonzero(_first(touching & (spans[1:, 3] == spans[:-1, 3])))
+        starts = np.flatnonzero(_first(touching & (spans[1:, 3] == spans[:-1, 3]), len(spans)))
         merged = spans[starts]
         merged[:, 2] = spans[np.append(starts[1:], len(spans))[: len(starts)] - 1, 2]
         self.parts = [merged]
@@ -62,9 +62,9 @@ class _Spans:
         return merged
 
 
-def _first(joined: Any) -> Any:
-    """Whether each of a row of things starts a group; `joined[k]`: thing k + 1 belongs to the one before."""
-    return np.concatenate([np.ones(1, bool), ~joined])[: len(joined) + 1]
+def _first(joined: Any, count: int) -> Any:
+    """Whether each of `count` things starts a group; `joined[k]`: thing k + 1 belongs to the one before."""
+    return np.concatenate([np.ones(1, bool), ~joined])[:count]
 
 
 def stored_runs(
@@ -131,7 +131,8 @@ def _record(spans: _Spans, own: Any, other: Any, full: Any, level: int, tiles: t
 def _stored(spans: Any, count: int, tile: int, size: int) -> StoredRuns:
     """Touching spans become runs: a partial one, a full one, a partial one."""
     own, full = spans[:, 0], spans[:, 3] == 1
-    alone = _first((own[1:] == own[:-1]) & (spans[1:, 1] == spans[:-1, 2]))  # nothing touches it on the left
+    touching = (own[1:] == own[:-1]) & (spans[1:, 1] == spans[:-1, 2])
+    alone = _first(touching, len(spans))  # nothing touches it on the left
     led = np.concatenate([[False], (alone & ~full)[:-1]])[: len(spans)]  # what touches it there begins a run
     starts = np.flatnonzero(alone | (full & ~led))
     last = np.append(starts[1:], len(spans))[: len(starts)] - 1
