@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from afc.expr.nodes import Const, Expr, Load, Op, Type, Var, variables
+from afc.expr.nodes import Const, Expr, Load, Op, Type, Var, variables, walk
 from afc.masks.tables import LARGEST_EXACT, Bounds, Captured, enclose, everything
 
 OVERFLOW = 2.0**62  # of an int: nothing is claimed beyond
 # More than an operation in float32 rounds, or flushes to zero; float64 rounds less.
 RELATIVE, ABSOLUTE = 2.0**-22, 2.0**-120
 FLOAT32_MAX = float(np.finfo(np.float32).max) * (1 - RELATIVE)
-ROWS, COLUMNS = frozenset({"m", "i"}), frozenset({"n", "j"})
+POSITIONS = frozenset({"m", "i", "n", "j"})
 
 
 class Truth(NamedTuple):
@@ -28,6 +28,28 @@ class Truth(NamedTuple):
 
     may: Any
     must: Any
+
+
+class Read(NamedTuple):
+    """How a mask reads a captured tensor: the type of its values, and the axis whose index changes within a
+    batch and head (the last, if several; None: all indices are the same for a whole box)."""
+
+    tensor: str
+    type: Type
+    axis: int | None
+
+
+def reads(predicate: Expr) -> tuple[Read, ...]:
+    """What a mask reads, in order of first use."""
+    loads = [e for e in walk(predicate) if isinstance(e, Load)]
+    return tuple(dict.fromkeys(Read(e.tensor, e.type, moving_axis(e)) for e in loads))
+
+
+def moving_axis(expr: Load) -> int | None:
+    """The last axis whose index depends on the query or the key: a table of ranges along it answers long
+    ranges."""
+    moving = [k for k, index in enumerate(expr.indices) if variables(index) & POSITIONS]
+    return moving[-1] if moving else None
 
 
 class BoxTest:
@@ -115,8 +137,7 @@ class _Box:
         if captured is None:
             return _anything(expr.type)
         index = [self.bounds(i) for i in expr.indices]
-        moving = [k for k, i in enumerate(expr.indices) if variables(i) & (ROWS | COLUMNS)]
-        found = captured.bounds([x.lo for x in index], [x.hi for x in index], moving[-1] if moving else None)
+        found = captured.bounds([x.lo for x in index], [x.hi for x in index], moving_axis(expr))
         return Truth(found.hi > 0, found.lo > 0) if expr.type is Type.BOOL else found
 
     def _compare(self, name: str, args: tuple[Expr, ...]) -> Truth:

@@ -33,9 +33,10 @@ from afc.ir.tiled import (
     Store,
     TiledKernel,
     TileOp,
+    Walk,
     Weights,
 )
-from afc.masks import key_run, query_run
+from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
 from afc.reference.dense import Call, Gradients, Result, rotate
 from afc.reference.rounding import to_storage
 
@@ -50,6 +51,7 @@ class _Memory:
     semantics: Semantics
     tensors: dict[str, Array] = field(default_factory=dict)
     group: int = 1
+    stored: dict[tuple[str, int, int], StoredRuns] = field(default_factory=dict)
 
 
 @dataclass
@@ -138,22 +140,34 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
     )
     _ops(kernel.prologue, work, memory)
     if kernel.walk is not None:
-        run, size = _walk(kernel, memory, section)
+        size = kernel.tile.keys if queries else kernel.tile.queries
         for member in range(memory.group if kernel.walk.over_group else 1):
             work.h = work.h if queries else head * memory.group + member
-            for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
-                work.partial = not full
-                work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
-                _ops(kernel.body, work, memory)
+            for run in _runs(kernel, kernel.walk, work, memory, section):
+                for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
+                    work.partial = not full
+                    work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
+                    _ops(kernel.body, work, memory)
     _ops(kernel.epilogue, work, memory)
 
 
-def _walk(kernel: TiledKernel, memory: _Memory, section: slice) -> tuple[Run, int]:
+def _runs(kernel: TiledKernel, walk: Walk, work: _Work, memory: _Memory, section: slice) -> tuple[Run, ...]:
+    """What a work item visits for one query head."""
     sizes: dict[str, Any] = {**memory.call.sizes(), **memory.call.scalars}
-    plan = memory.semantics.mask
-    if kernel.stationary == "queries":
-        return key_run(plan, section.start, section.stop - 1, sizes), kernel.tile.keys
-    return query_run(plan, section.start, section.stop - 1, sizes), kernel.tile.queries
+    plan, tile, queries = memory.semantics.mask, kernel.tile, kernel.stationary == "queries"
+    if not walk.stored:
+        size = tile.keys if queries else tile.queries
+        grid = size if walk.aligned else 1
+        return (key_runs if queries else query_runs)(plan, section.start, section.stop - 1, sizes, grid)
+    key = kernel.name, work.b, work.h
+    if key not in memory.stored:
+        assert plan.predicate is not None
+        test = BoxTest(plan.predicate, sizes, memory.call.tensors)
+        shape = sizes["M"], sizes["N"]
+        memory.stored[key] = stored_runs(
+            test, shape, (tile.queries, tile.keys), by_keys=not queries, b=work.b, h=work.h
+        )
+    return memory.stored[key].of(section.start // (tile.queries if queries else tile.keys))
 
 
 def _ops(ops: tuple[TileOp, ...], work: _Work, memory: _Memory) -> None:

@@ -8,9 +8,12 @@ from typing import Literal
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
 from afc.ir.tiled import LaunchPlan
+from afc.masks.boxes import reads
 from afc.render.blocks import CPU, RotationText, render_blocks
-from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation
+from afc.render.boxes import TABLE_TYPES
+from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation, CpuTable
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
+from afc.schedule.cpu import extents_name
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -25,7 +28,9 @@ def render_cpu(program: Program, plan: LaunchPlan, symbol: str) -> str:
 def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     """Everything the templates print."""
     s = plan.semantics
-    blocks = render_blocks(program, s, CPU)
+    walk = plan.forward[-1].kernel.walk
+    stored = walk is not None and walk.stored
+    blocks = render_blocks(program, s, CPU, stored)
     rows = plan.forward[-1].kernel.tile
     keys = plan.backward[-1].kernel.tile if plan.backward else rows  # without a backward nothing prints it
     schedule = f"{rows.queries} queries in lanes x {rows.keys} keys"
@@ -38,7 +43,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     buffers = tuple(
         CpuBuffer(
             b.name,
-            "Element" if b.name.endswith("_rotated") else "Real",
+            "afc::Extent" if b.dtype == "extent" else "Element" if b.name.endswith("_rotated") else "Real",
             size_text(b.count),
             "forward" not in b.passes,
         )
@@ -70,7 +75,32 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         captured=len(program.tensors),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
+        run_type=f"Runs<{len(s.mask.alternatives)}>" if s.mask.alternatives else "Run",
+        stored=stored,
+        tables=_tables(program, plan) if stored else (),
     )
+
+
+def _tables(program: Program, plan: LaunchPlan) -> tuple[CpuTable, ...]:
+    """The captured tensors that the mask reads, in the order of `reads`."""
+    predicate = plan.semantics.mask.predicate
+    assert predicate is not None
+    slots = {t.name: n for n, t in enumerate(program.tensors)}
+    buffers = {b.name: size_text(b.count) for b in plan.buffers}
+    tables = []
+    for read in reads(predicate):
+        extents = extents_name(read)
+        tables.append(
+            CpuTable(
+                slots[read.tensor],
+                read.tensor,
+                TABLE_TYPES[read.type],
+                -1 if read.axis is None else read.axis,
+                extents if extents in buffers else "",
+                buffers.get(extents, "0"),
+            )
+        )
+    return tuple(tables)
 
 
 def _rotated(

@@ -12,6 +12,7 @@
 namespace afc {
 
 using ::Run;
+using ::Runs;
 
 // Calls visit(first, count, full) for pieces of at most `tile` indices: first those that need the element
 // test, then the full ones. A piece never straddles the border between the two.
@@ -23,6 +24,11 @@ template <class Visit> AFC_FN void walk(const Run &run, int tile, Visit visit) {
       visit(int(first), int(min(int64_t(tile), segments[k][1] - first)), k == 2);
     }
   }
+}
+
+// The same for several runs, one after the other.
+template <int N, class Visit> AFC_FN void walk(const Runs<N> &runs, int tile, Visit visit) {
+  for (int k = 0; k < runs.count; ++k) walk(runs.run[k], tile, visit);
 }
 
 // Calls task(index, thread) for every index below `tasks`. One thread means no OpenMP team at all: a child of

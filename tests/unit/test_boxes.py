@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import random
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from afc import paths
 from afc.expr.evaluate import evaluate
 from afc.expr.nodes import Const, Expr, Load, Op, Type, Var, const
 from afc.expr.operators import OPERATORS, call, to_float
 from afc.expr.printer import attn
-from afc.masks.boxes import BoxTest
+from afc.masks.boxes import BoxTest, reads
 from afc.masks.tables import BLOCK, EXACT, Captured
+from afc.render.boxes import TABLE_TYPES, box_function
 
 LENGTH, MASKS, BOXES = 150, 1100, 100
 TENSORS = {  # name: (shape, type); sizes of 1 take any index
@@ -143,49 +148,187 @@ def in_float32(expr: Expr, env: dict[str, Any], tensors: dict[str, Any]) -> Any:
     return np.float32(value) if kind is Type.FLOAT else value
 
 
-def unsound(mask: Expr, author: Author, boxes: int) -> list[str]:
-    """Boxes whose class is wrong: empty with a kept element, or full with a removed one."""
-    g, tensors = author.numbers, author.tensors()
-    rows, columns = (int(x) for x in g.integers(1, LENGTH, 2))
-    values = {
-        "M": rows,
-        "N": columns,
-        "q_origin": int(g.integers(-40, 40)),
-        "k_origin": int(g.integers(-40, 40)),
-        "w": int(g.integers(1, 60)),
-        "rate": round(float(g.uniform(-2, 2)), 1),
-    }
-    b, h = (int(x) for x in g.integers(0, 2, 2))
-    m, n = np.arange(rows)[:, None], np.arange(columns)[None]
-    env = {**values, "m": m, "n": n, "i": m + values["q_origin"], "j": n + values["k_origin"], "b": b, "h": h}
-    with np.errstate(all="ignore"):
-        kept = [
-            np.broadcast_to(found, (rows, columns))
-            for found in (evaluate(mask, env, tensors), in_float32(mask, env, tensors))
-        ]
-    ends = []
-    for size in (rows, columns):
-        first = g.integers(0, size, boxes)
-        ends.append((first, np.minimum(first + g.choice([1, 4, 16, 40, 80, LENGTH], boxes), size) - 1))
-    may, must = BoxTest(mask, values, tensors)(*ends, b, h)
-    wrong = []
-    for k in range(boxes):
-        box = tuple(slice(first[k], last[k] + 1) for first, last in ends)
-        for elements in kept:
-            if (not may[k] and elements[box].any()) or (must[k] and not elements[box].all()):
-                found = f"may {may[k]}, must {must[k]}"
-                wrong.append(f"{attn(mask)} on {box} with {values}, b {b}, h {h}: {found}")
-    return wrong
+@dataclass
+class Case:
+    """A random mask at a random call, what it keeps in float64 and in float32, and random boxes."""
+
+    mask: Expr
+    tensors: dict[str, Any]
+    values: dict[str, Any]
+    b: int
+    h: int
+    kept: list[Any]
+    ends: list[tuple[Any, Any]]  # first and last queries, first and last keys
+
+    @classmethod
+    def of(cls, author: Author, boxes: int) -> Case:
+        mask, tensors, g = author.condition(3), author.tensors(), author.numbers
+        rows, columns = (int(x) for x in g.integers(1, LENGTH, 2))
+        values = {
+            "M": rows,
+            "N": columns,
+            "q_origin": int(g.integers(-40, 40)),
+            "k_origin": int(g.integers(-40, 40)),
+            "w": int(g.integers(1, 60)),
+            "rate": round(float(g.uniform(-2, 2)), 1),
+        }
+        b, h = (int(x) for x in g.integers(0, 2, 2))
+        m, n = np.arange(rows)[:, None], np.arange(columns)[None]
+        positions = {"i": m + values["q_origin"], "j": n + values["k_origin"]}
+        env = {**values, **positions, "m": m, "n": n, "b": b, "h": h}
+        with np.errstate(all="ignore"):
+            kept = [evaluate(mask, env, tensors), in_float32(mask, env, tensors)]
+        ends = []
+        for size in (rows, columns):
+            first = g.integers(0, size, boxes)
+            ends.append((first, np.minimum(first + g.choice([1, 4, 16, 40, 80, LENGTH], boxes), size) - 1))
+        return cls(mask, tensors, values, b, h, [np.broadcast_to(k, (rows, columns)) for k in kept], ends)
+
+    def wrong(self, may: Any, must: Any, kept: list[Any]) -> list[str]:
+        """Boxes called empty with a kept element, or full with a removed one."""
+        found = []
+        for k in range(len(may)):
+            box = tuple(slice(first[k], last[k] + 1) for first, last in self.ends)
+            for elements in kept:
+                if (not may[k] and elements[box].any()) or (must[k] and not elements[box].all()):
+                    found.append(f"{box}: may {may[k]}, must {must[k]}: {self}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{attn(self.mask)} with {self.values}, b {self.b}, h {self.h}"
 
 
 def test_random_masks_have_no_unsound_box() -> None:
     """110,000 boxes of random masks: integers, floats with NaN and infinities, captured tensors."""
     seed = random.randrange(2**32)
     author = Author(seed)
+    decided = 0
     for _ in range(MASKS):
-        mask = author.condition(3)
-        found = unsound(mask, author, BOXES)
+        case = Case.of(author, BOXES)
+        may, must = BoxTest(case.mask, case.values, case.tensors)(*case.ends, case.b, case.h)
+        found = case.wrong(may, must, case.kept)
         assert not found, f"seed {seed}: {found[0]}"
+        decided += int((must | ~may).sum())
+    assert decided > 0.4 * MASKS * BOXES
+
+
+# ---- the emitted test ------------------------------------------------------------------------------------
+
+CODES = {"bool": 0, "int64": 2, "float32": 5, "float64": 6}
+C_TYPES = {"bool": "bool", "int64": "int64_t", "float32": "float", "float64": "double"}
+PROGRAM = """#include <cmath>
+#include <cstdio>
+#include <initializer_list>
+
+#include "cpu/bounds.hpp"
+
+static afc_args args;
+static afc::Table tables[16];
+
+static afc_captured captured(void *data, int dtype, std::initializer_list<int64_t> sizes) {
+  afc_captured tensor{data, dtype, int(sizes.size()), {}, {}};
+  int64_t stride = 1;
+  for (int d = tensor.rank - 1; d >= 0; --d) {
+    tensor.size[d] = sizes.begin()[d];
+    tensor.stride[d] = tensor.size[d] == 1 ? 0 : stride;
+    stride *= tensor.size[d];
+    if (tensor.size[d] == 1) tensor.size[d] = 10;  // takes any index below
+  }
+  return tensor;
+}
+
+template <class T> static void set_table(int k, int slot, int axis) {
+  static afc::Extent extents[16][4096];
+  tables[k] = {&args.captured[slot], axis, nullptr};
+  if (axis >= 0) afc::tabulate<T>(1, tables[k], extents[k], 4096);
+}
+
+static void show(const afc::Truth &found) { std::printf("%d %d\\n", found.may, found.must); }
+static void show(const afc::RunList &found) {
+  for (int k = 0; k < found.count; ++k) {
+    const Run &r = found.run[k];
+    std::printf("%d %d %d %d ", r.begin, r.full_begin, r.full_end, r.end);
+  }
+  std::printf("\\n");
+}
+"""
+
+
+def literal(value: Any) -> str:
+    """A number in C++."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return "NAN" if np.isnan(value) else "INFINITY" if value > 0 else "-INFINITY"
+    return str(value).lower() + ("ll" if isinstance(value, int) and abs(value) > 2**31 else "")
+
+
+def emitted(case: Case, number: int, real: str) -> tuple[str, str]:
+    """(functions, calls) of a case: the class of each box, then the runs of keys of each first end."""
+    names = list(case.tensors)
+    arrays, calls = [], []
+    for slot, (name, tensor) in enumerate(case.tensors.items()):
+        kind = tensor.dtype.name
+        numbers = ", ".join(literal(x) for x in tensor.ravel().tolist())
+        arrays.append(f"static {C_TYPES[kind]} {name}[] = {{{numbers}}};")
+        sizes = ", ".join(map(str, tensor.shape))
+        calls.append(f"args.captured[{slot}] = captured({name}, {CODES[kind]}, {{{sizes}}});")
+    for k, read in enumerate(reads(case.mask)):
+        axis = -1 if read.axis is None or case.tensors[read.tensor].shape[read.axis] == 1 else read.axis
+        calls.append(f"set_table<{TABLE_TYPES[read.type]}>({k}, {names.index(read.tensor)}, {axis});")
+    calls += [f"args.{name} = {case.values[name]};" for name in ("M", "N", "q_origin", "k_origin")]
+    calls.append(f"args.scalar[0].i = {case.values['w']}; args.scalar[1].f = {case.values['rate']};")
+    scalars = {
+        "w": ("w", "args.scalar[0].i", Type.INT),
+        "rate": ("rate", "args.scalar[1].f", Type.FLOAT),
+    }
+    text = box_function(case.mask, {"M": "args.M", "N": "args.N"}, scalars)
+    numbers = ", ".join(f"{{{', '.join(map(str, ends))}}}" for ends in zip(*sum(case.ends, ()), strict=True))
+    arrays.append(f"static const int64_t boxes[][4] = {{{numbers}}};")
+    test = f"keep_box(args, tables, {case.b}, {case.h}, afc::Ints(x[0], x[1])"
+    calls.append(f"for (auto &x : boxes) show({test}, afc::Ints(x[2], x[3])));")
+    calls.append(
+        "for (auto &x : boxes) {\n"
+        "  show(afc::runs_of(memory, 16, args.N, [&](int64_t first, int64_t end) {\n"
+        f"    return {test}, afc::Ints(first, end - 1));\n  }}));\n}}"
+    )
+    body = "\n".join(calls)
+    head = f"namespace case{number} {{\nusing Real = {real};\n"
+    return "\n".join([head, *arrays, text, f"static void run() {{\nRun memory[64];\n{body}\n}}\n}}"]), (
+        f"case{number}::run();"
+    )
+
+
+def test_the_emitted_test_has_no_unsound_box(tmp_path: Path) -> None:
+    """The C++ of random masks, compiled: boxes by both compute types, and the runs found by them."""
+    seed, boxes = random.randrange(2**32), 30
+    author = Author(seed)
+    cases = [Case.of(author, boxes) for _ in range(60)]
+    parts = [emitted(case, k, ("double", "float")[k % 2]) for k, case in enumerate(cases)]
+    main = "int main() {\n" + "\n".join(call for _, call in parts) + "\n}\n"
+    (tmp_path / "boxes.cpp").write_text("\n".join([PROGRAM, *(text for text, _ in parts), main]))
+    command = ["g++", "-std=c++17", "-O1", "-fopenmp", "-march=x86-64-v3", f"-I{paths.runtime()}"]
+    subprocess.run([*command, "boxes.cpp", "-o", "boxes"], cwd=tmp_path, check=True)
+    shown = subprocess.run([str(tmp_path / "boxes")], capture_output=True, text=True, check=True).stdout
+    lines = shown.split("\n")[:-1]
+    assert len(lines) == 2 * boxes * len(cases)
+    for k, case in enumerate(cases):
+        mine = lines[2 * boxes * k : 2 * boxes * (k + 1)]
+        may, must = np.array([[int(x) for x in line.split()] for line in mine[:boxes]]).T == 1
+        elements = case.kept[k % 2]
+        found = case.wrong(may, must, [elements])
+        assert not found, f"seed {seed}: {found[0]}"
+        python = BoxTest(case.mask, case.values, case.tensors)(*case.ends, case.b, case.h)
+        assert (may <= python.may).all() and (must >= python.must).all(), f"seed {seed}: {case}"
+        for row, line in enumerate(mine[boxes:]):
+            runs = np.array([int(x) for x in line.split()]).reshape(-1, 4)
+            kept = elements[case.ends[0][0][row] : case.ends[0][1][row] + 1]
+            at = 0
+            for begin, full_begin, full_end, end in runs.tolist():
+                assert at <= begin <= full_begin <= full_end <= end <= case.values["N"]
+                assert not kept[:, at:begin].any() and kept[:, full_begin:full_end].all(), (
+                    f"seed {seed}: {case}"
+                )
+                at = end
+            assert not kept[:, at:].any(), f"seed {seed}: {case}"
 
 
 # ---- captured tensors ------------------------------------------------------------------------------------

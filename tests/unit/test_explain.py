@@ -74,8 +74,11 @@ def test_a_code(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_elements_decide_is_said(program: Path) -> None:
     text = explain.explain_file(program, Options(), 512)
-    assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text
-    assert "element by element: i - j < 8 * (h + 1); it depends on batch or head" in text
+    assert "tested tile by tile: doc[b, i] == doc[b, j]; it reads doc" in text
+    assert "tested tile by tile: i - j < 8 * (h + 1); it depends on batch or head" in text
+    assert "visits at most" in text and "tiles are skipped by: j // 16 <= i // 16" in text
+    text = explain.explain_file(program, Options(("cuda",), dtypes=("bfloat16",)), 512)
+    assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text and "at most" not in text
     assert "assumed for a call: w = 128" in text and "assumed for a call: w = 24" in text
     assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
 

@@ -17,7 +17,7 @@ from afc.expr.evaluate import evaluate_formula
 from afc.frontend import check_text
 from afc.ir.masks import MaskPlan, Run
 from afc.ir.program import Program
-from afc.masks import derive, key_run, query_run
+from afc.masks import derive, key_runs, query_runs
 
 TILE = 8
 
@@ -56,25 +56,32 @@ def kept(program: Program, sizes: dict[str, int]) -> np.ndarray:
     return value
 
 
-def check_sound(run: Run, rows: np.ndarray, what: str) -> None:
+def check_sound(runs: tuple[Run, ...], rows: np.ndarray, grid: int, what: str) -> None:
     """`rows`: what is kept, [range of one axis, whole other axis]."""
-    assert 0 <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], what
-    assert not rows[:, : run.begin].any() and not rows[:, run.end :].any(), (
-        f"{what}: a kept element outside {run}"
-    )
-    assert rows[:, run.full_begin : run.full_end].all(), (
-        f"{what}: a removed element inside the full part of {run}"
-    )
+    at = 0
+    for run in runs:
+        assert at <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], (what, runs)
+        assert not rows[:, at : run.begin].any(), f"{what}: a kept element outside {runs}"
+        assert rows[:, run.full_begin : run.full_end].all(), (
+            f"{what}: a removed element inside the full part of {run}"
+        )
+        at = run.end
+    assert not rows[:, at:].any(), f"{what}: a kept element outside {runs}"
+    tiles = [piece.start for run in runs for piece, _ in run.tiles(grid)]
+    assert len(tiles) == len(set(tiles)), f"{what}: a tile twice in {runs}"
 
 
 def check_plan(program: Program, plan: MaskPlan, sizes: dict[str, int]) -> None:
     keep = kept(program, sizes)
-    for first in range(0, sizes["M"], TILE):
-        last = min(first + TILE, sizes["M"]) - 1
-        check_sound(key_run(plan, first, last, sizes), keep[first : last + 1], f"queries {first}..{last}")
-    for first in range(0, sizes["N"], TILE):
-        last = min(first + TILE, sizes["N"]) - 1
-        check_sound(query_run(plan, first, last, sizes), keep[:, first : last + 1].T, f"keys {first}..{last}")
+    for grid in (1, 6):
+        for first in range(0, sizes["M"], TILE):
+            last = min(first + TILE, sizes["M"]) - 1
+            runs = key_runs(plan, first, last, sizes, grid)
+            check_sound(runs, keep[first : last + 1], grid, f"queries {first}..{last}")
+        for first in range(0, sizes["N"], TILE):
+            last = min(first + TILE, sizes["N"]) - 1
+            runs = query_runs(plan, first, last, sizes, grid)
+            check_sound(runs, keep[:, first : last + 1].T, grid, f"keys {first}..{last}")
 
 
 def sizes_of(generator: random.Random, **scalars: int) -> dict[str, int]:
@@ -101,21 +108,31 @@ COMMON = {
     "lengths": "n < N - 3",
     "diagonal": "i == j",
     "negated union": "not (j > i or i - j >= 6)",
+    "chunked": "i // 8 == j // 8",
+    "this chunk and the last": "0 <= i // 8 - j // 8 <= 1",
+    "queries from the fifth on": "i >= 5 and j <= i",
+    "sink and window": "j <= i and (j < 4 or i - j < 6)",
+    "global or window": "i < 3 or j < 3 or abs(i - j) < 5",
+    "negated window": "not (abs(i - j) < 6)",
+    "all but the diagonal": "i != j",
+    "by branches": "if i < 9 then j <= i else j >= 3",
+    "negated branches": "not (if i < 9 then j <= i else j < 3)",
 }
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_common_masks_are_decided_by_bounds(name: str) -> None:
     program, plan = plan_of(COMMON[name])
-    assert not plan.residual and plan.bounds
+    assert not plan.residual and (plan.bounds or plan.alternatives)
     generator = random.Random(1)
     for _ in range(25):
         sizes = sizes_of(generator)
         check_plan(program, plan, sizes)
         keep = kept(program, sizes)
-        for first in range(sizes["M"]):  # for a single query the run is exact
-            run = key_run(plan, first, first, sizes)
-            assert run.end - run.begin == keep[first].sum() == run.full_end - run.full_begin
+        for first in range(sizes["M"]):  # for a single query the runs are exact
+            runs = key_runs(plan, first, first, sizes)
+            full = sum(run.full_end - run.full_begin for run in runs)
+            assert sum(run.end - run.begin for run in runs) == keep[first].sum() == full
 
 
 def test_run_time_parameters_bound_too() -> None:
@@ -129,7 +146,15 @@ def test_run_time_parameters_bound_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["i % 2 == 0", "j <= i or j < 3", "i * i > j", "2 * j <= i", "if i < j then i > 3 else j > 2"]
+    "body",
+    [
+        "i % 2 == 0",
+        "i * i > j",
+        "2 * j <= i",
+        "i // 3 == j // 4",
+        "m // 3 == n // 3",
+        "j < 1 or j == 3 or j == 5 or j == 7 or j == 9",  # too many alternatives
+    ],
 )
 def test_what_does_not_fit_stays_with_the_elements(body: str) -> None:
     program, plan = plan_of(f"({body}) and j <= i + 4")
@@ -178,7 +203,7 @@ def test_random_masks_have_no_unsound_run() -> None:
 def test_no_mask_is_one_full_run() -> None:
     _, plan = plan_of("true")
     sizes = {"M": 9, "N": 30, "q_origin": 0, "k_origin": 0}
-    assert key_run(plan, 0, 8, sizes) == Run(0, 0, 30, 30)
+    assert key_runs(plan, 0, 8, sizes) == (Run(0, 0, 30, 30),)
     assert Run(0, 0, 30, 30).tiles(8) == [
         (slice(24, 32), False),
         *((slice(t, t + 8), True) for t in (0, 8, 16)),
@@ -196,7 +221,7 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
     from afc.render.blocks import CPU, render_blocks
     from afc.schedule.common import semantics
 
-    bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i"]
+    bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i", "i // w >= j // w or j < w"]
     generator = random.Random(4)
     calls, expected, parts = [], [], []
     for number, body in enumerate(bodies):
@@ -207,15 +232,19 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
         for _ in range(20):
             sizes = sizes_of(generator, w=generator.randint(1, 30))
             fields = "".join(f"a.{f} = {sizes[f]}; " for f in ("M", "N", "q_origin", "k_origin"))
-            a, b = sorted(generator.randrange(sizes["M"]) for _ in range(2))
-            c, d = sorted(generator.randrange(sizes["N"]) for _ in range(2))
-            calls.append(
-                f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']}; "
-                f"show(mask{number}::key_run(a, {a}, {b})); "
-                f"show(mask{number}::query_run(a, {c}, {d})); }}"
-            )
-            for run in (key_run(plan, a, b, sizes), query_run(plan, c, d, sizes)):
-                expected.append(f"{run.begin} {run.full_begin} {run.full_end} {run.end}")
+            calls.append(f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']};")
+            for name, length, runs in (("key_run", "M", key_runs), ("query_run", "N", query_runs)):
+                first, last = sorted(generator.randrange(sizes[length]) for _ in range(2))
+                grid, several = generator.choice([1, 5, 8]), len(plan.alternatives)
+                arguments = f"a, {first}, {last}"
+                call = f"show(mask{number}::{name}({arguments}));"
+                if several:
+                    call = f"{{ Runs<{several}> r; mask{number}::{name}({arguments}, {grid}, r); show(r); }}"
+                calls.append(call)
+                found = runs(plan, first, last, sizes, grid)
+                shown = [f"{r.begin} {r.full_begin} {r.full_end} {r.end}" for r in found]
+                expected.append("; ".join(shown or ([] if several else ["0 0 0 0"])))
+            calls.append("}")
     source = "\n".join(
         [
             "#include <cstdio>",
@@ -224,9 +253,15 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
             '#include "cpu/math.hpp"',
             "using Real = float;",
             *parts,
-            "static void show(Run r) {",
-            '  std::printf("%d %d %d %d\\n", r.begin, r.full_begin, r.full_end, r.end);',
+            "static void show(const Run *r, int count) {",
+            "  for (int k = 0; k < count; ++k, ++r) {",
+            '    const char *between = k ? "; " : "";',
+            '    std::printf("%s%d %d %d %d", between, r->begin, r->full_begin, r->full_end, r->end);',
+            "  }",
+            '  std::printf("\\n");',
             "}",
+            "static void show(const Run &r) { show(&r, 1); }",
+            "template <int N> static void show(const Runs<N> &r) { show(r.run, r.count); }",
             "int main() {",
             *calls,
             "}",

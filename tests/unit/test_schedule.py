@@ -15,11 +15,12 @@ from afc.errors import SourceError, UsageError
 from afc.expr.evaluate import evaluate
 from afc.expr.nodes import Type, variables
 from afc.frontend import check_file, check_text
+from afc.ir.masks import Run
 from afc.ir.printer import print_plan, print_program
 from afc.ir.program import DIMENSIONS, Program, TensorParam
 from afc.ir.protocol import WorkItem
 from afc.ir.tiled import LaunchPlan, Load, Tile
-from afc.masks import key_run, query_run
+from afc.masks import key_runs, query_runs
 from afc.reference import Call, backward, forward, run_backward, run_forward
 from afc.reference.protocol import explore
 from afc.reference.protocol import inspect as inspect_protocol
@@ -129,14 +130,14 @@ def test_hopper_plans_synchronise() -> None:
         sizes = {"M": 500, "N": 900, "q_origin": 0, "k_origin": 0}
         tile = kernel.tile
         own, other, length, runs = (
-            (tile.queries, tile.keys, 500, key_run)
+            (tile.queries, tile.keys, 500, key_runs)
             if axis == "queries"
-            else (tile.keys, tile.queries, 900, query_run)
+            else (tile.keys, tile.queries, 900, query_runs)
         )
         items = []
         for first in range(0, length, own):
-            run = runs(plan.semantics.mask, first, min(first + own, length) - 1, sizes)
-            items.append(WorkItem.of(run, other, 1))
+            found = runs(plan.semantics.mask, first, min(first + own, length) - 1, sizes)
+            items.append(WorkItem.of(found[0] if found else Run(0, 0, 0, 0), other, 1))
         assert any(i.partial + i.full == 0 for i in items) == (axis == "keys")  # keys that no query sees
         assert [explore(protocol, [item], range(3)) for item in items] == [None] * len(items)
 
