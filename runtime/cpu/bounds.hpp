@@ -101,7 +101,7 @@ AFC_FN Ints floor_mod(const Ints &a, const Ints &b) {
 }
 AFC_FN Ints ipow(const Ints &a, int exponent) {
   Ints power(1);
-  for (int k = 0; k < exponent; ++k) power = power * a;
+  for (int k = 0; k < exponent; ++k) power = power * (exponent % 2 == 0 ? abs(a) : a);
   return power;
 }
 
