@@ -25,6 +25,9 @@ MATRIX = (
     ("mistral", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("gptj", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("full", (64, 128), ("sm_86", "sm_90"), ("float16",)),
+    ("streaming", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("longformer", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("llama4_local", (128,), ("sm_86", "sm_90"), ("bfloat16",)),
 )
 
 

@@ -18,6 +18,7 @@ from afc.frontend import check_text
 from afc.ir.masks import MaskPlan, Run
 from afc.ir.program import Program
 from afc.masks import derive, key_runs, query_runs
+from afc.masks.runs import merge
 
 TILE = 8
 
@@ -277,3 +278,60 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
         "\n"
     )[:-1]
     assert got == expected
+
+
+WALK = """#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+static struct { unsigned x; } threadIdx;
+static unsigned __shfl_sync(unsigned, unsigned value, int) { return value; }
+using std::max;
+using std::min;
+#include "tile/walk.cuh"
+
+template <int N> static void show(const Run (&parts)[N], int grid, int length, int members) {
+  Runs<N> runs;
+  runs.clear();
+  for (const Run &part : parts) runs.add(part);
+  runs.merge(grid, length);
+  tile::GroupWalkOf<tile::RunsWalk<N>> walk;
+  walk.walk.set(runs, grid);
+  walk.repeat(members);
+  auto at = walk.begin();
+  for (int step = 0; step < walk.count; ++step, at = walk.next(at)) {
+    std::printf("%d %d %d;", at.member, walk.tile(at), step >= walk.partial);
+  }
+  std::printf("\\n");
+}
+"""
+
+
+def test_gpu_walks_over_several_runs(tmp_path: Path) -> None:
+    """The walk of the CUDA kernels, compiled for the host: for each head, the tiles of `Run.tiles`."""
+    generator = random.Random(5)
+    calls, expected = [], []
+    for _ in range(400):
+        length, grid, members = (generator.randint(1, high) for high in (200, 40, 3))
+        parts = []
+        for _ in range(generator.randint(2, 4)):
+            run = Run(*sorted(generator.randint(0, length) for _ in range(4)))
+            parts.append(run if run.full_begin < run.full_end else Run(run.begin, run.end, run.end, run.end))
+        texts = ", ".join(f"{{{r.begin}, {r.full_begin}, {r.full_end}, {r.end}}}" for r in parts)
+        calls.append(f"{{ const Run p[] = {{{texts}}}; show(p, {grid}, {length}, {members}); }}")
+        tiles = [
+            (piece.start // grid, full)
+            for run in merge(parts, grid, length)
+            for piece, full in run.tiles(grid)
+        ]
+        expected.append(sorted((member, *tile) for member in range(members) for tile in tiles))
+    (tmp_path / "walk.cpp").write_text("\n".join([WALK, "int main() {", *calls, "}"]))
+    command = ["g++", "-std=c++17", "-O1", f"-I{paths.runtime()}", "walk.cpp", "-o", "walk"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    shown = subprocess.run([str(tmp_path / "walk")], capture_output=True, text=True, check=True).stdout
+    for line, want in zip(shown.split("\n")[:-1], expected, strict=True):
+        steps = [tuple(map(int, step.split())) for step in line.split(";")[:-1]]
+        assert sorted(steps) == want
+        assert [full for *_, full in steps] == sorted(full for *_, full in steps)  # partial ones first
