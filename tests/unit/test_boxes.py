@@ -330,6 +330,9 @@ def test_the_emitted_test_has_no_unsound_box(tmp_path: Path) -> None:
                 )
                 at = end
             assert not kept[:, at:].any(), f"seed {seed}: {case}"
+            touching = runs[1:, 0] == runs[:-1, 3]  # only where each has a full part
+            assert (runs[:, 1] < runs[:, 2])[1:][touching].all(), f"seed {seed}: {case}"
+            assert (runs[:, 1] < runs[:, 2])[:-1][touching].all(), f"seed {seed}: {case}"
     assert decided[0] > 0.9 * decided[1] > 0  # as sharp as the test in Python
 
 

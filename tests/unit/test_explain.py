@@ -83,6 +83,32 @@ def test_what_elements_decide_is_said(program: Path) -> None:
     assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
 
 
+SEVERAL = """mask odd(i, j) = (i - j) % 2 == 0
+attention sink(q, k, v) = softmax(streaming(dot(q, k); w = 100)) @ v
+attention every_other(q, k, v) = softmax(sliding_window(causal(odd(dot(q, k))); w = 100)) @ v
+"""
+
+
+def test_what_is_visited_is_what_is_kept(program: Path) -> None:
+    """With several runs, from bounds and from a test of tiles, the tiles are those with a kept element."""
+    program.write_text(SEVERAL)
+    length, tile = 3000, (96, 64)
+    text = explain.explain_file(program, Options(), length)
+    assert "tiles are skipped outside: j <= 3; or j >= i + -99 and j <= i + 99" in text
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    near = (j <= i) & (i - j < 100)
+    for name, kept in (("sink", near | ((j <= i) & (j < 4))), ("every_other", near & ((i - j) % 2 == 0))):
+        rows, columns = (np.arange(0, length, t) for t in tile)
+        tiles = np.logical_or.reduceat(np.logical_or.reduceat(kept, rows, 0), columns, 1)
+        (picture,) = viz.maps(program, Options(), length, name)
+        grid = set()
+        for piece in picture.steps:
+            row = piece.queries.start // tile[0]
+            grid |= {(row, piece.keys[0] // tile[1]), (row, piece.keys[-1] // tile[1])}
+        assert grid == {(r, c) for r, c in np.argwhere(tiles).tolist()}
+        assert "at most" not in picture.caption[0] and f"{picture.visited}" in text
+
+
 def test_a_fixed_parameter_is_not_assumed(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(program), "--seq", "256", "-D", "w=32", "-D", "D=64"]) == 0
     shown = capsys.readouterr().out

@@ -21,7 +21,7 @@ from afc.ir.program import DIMENSIONS, Program, TensorParam
 from afc.ir.protocol import WorkItem
 from afc.ir.tiled import LaunchPlan, Load, Tile
 from afc.masks import key_runs, query_runs
-from afc.reference import Call, backward, forward, run_backward, run_forward
+from afc.reference import Call, backward, forward, run_backward, run_forward, tiled
 from afc.reference.protocol import explore
 from afc.reference.protocol import inspect as inspect_protocol
 from afc.reference.rounding import to_storage
@@ -100,6 +100,27 @@ def test_schedule_equals_formula(path: Path, target: str) -> None:
             np.testing.assert_allclose(
                 getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name
             )
+
+
+def test_stored_runs_are_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed documents: of the tiles below the diagonal only those of one document, and the mask is
+    evaluated in the partial ones only."""
+    program = lowered(EXAMPLES[0].parent / "packed.attn")
+    plan = small(schedule(program, "cpu", "float64"))
+    ids = np.repeat(np.arange(6), [30, 5, 40, 25, 1, 19])[None].repeat(2, 0)
+    arguments = replace(call(program, 120, 120), tensors={"qdoc": ids, "kdoc": ids})
+    want = forward(program, arguments)
+    evaluated = []
+    monkeypatch.setattr(
+        tiled, "_keep", lambda work, memory, keep=tiled._keep: evaluated.append(work) or keep(work, memory)
+    )
+    got = run_forward(plan, arguments)
+    np.testing.assert_allclose(got.o, want.o, rtol=0, atol=1e-12)
+    i, j = np.arange(120)[:, None], np.arange(120)[None]
+    kept = (ids[0][:, None] == ids[0][None]) & (j <= i)
+    tiles = [kept[r : r + 12, c : c + 8] for r in range(0, 120, 12) for c in range(0, 120, 8)]
+    partial = sum(t.any() and not t.all() for t in tiles)
+    assert len(evaluated) == 2 * 4 * partial < 2 * 4 * sum(t.any() for t in tiles)
 
 
 @pytest.mark.parametrize("growth", [1.0, 30.0, 400.0])
