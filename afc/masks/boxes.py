@@ -31,8 +31,8 @@ class Truth(NamedTuple):
 
 
 class Read(NamedTuple):
-    """How a mask reads a captured tensor: the type of its values, and the axis whose index changes within a
-    batch and head (the last, if several; None: all indices are the same for a whole box)."""
+    """How a mask reads a captured tensor: the type of its values, and the axis whose index alone changes
+    within a batch and head (None: no index does, or several do)."""
 
     tensor: str
     type: Type
@@ -46,10 +46,9 @@ def reads(predicate: Expr) -> tuple[Read, ...]:
 
 
 def moving_axis(expr: Load) -> int | None:
-    """The last axis whose index depends on the query or the key: a table of ranges along it answers long
-    ranges."""
+    """The only axis whose index depends on the query or the key: a table along it answers long ranges."""
     moving = [k for k, index in enumerate(expr.indices) if variables(index) & POSITIONS]
-    return moving[-1] if moving else None
+    return moving[0] if len(moving) == 1 else None
 
 
 class BoxTest:

@@ -38,8 +38,8 @@ class _Bounds(Cpp):
             return f"{FUNCTIONS[expr.name]}({', '.join(parts)})", 100
         if expr.name == "ipow":
             return f"afc::ipow({parts[0]}, {self.text(expr.args[1])})", 100
-        if expr.type is Type.FLOAT and expr.name not in NUMBERS:
-            return f"afc::unknown({', '.join(parts)})", 100
+        if expr.type is not Type.BOOL and expr.name not in NUMBERS:
+            return f"{BOUNDS[expr.type]}::anything()", 100
         if row.precedence == 100:
             return row.text.format(**dict(zip("abc", parts, strict=False))), 100
         return super()._operator(expr)

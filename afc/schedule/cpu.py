@@ -59,13 +59,17 @@ def extents_name(read: Read) -> str:
 
 def _extents(program: Program, meaning: Semantics) -> list[Buffer]:
     """Least and largest values of ranges of what the mask reads. The workspace is laid out before a call, so
-    only for tensors whose sizes are dimensions of the call; of others, small boxes are read."""
+    only for tensors whose sizes are dimensions of the call, and never along rows of a matrix of queries and
+    keys; of others, small boxes are read."""
     assert meaning.mask.predicate is not None
     shapes = {t.name: [e.size for e in t.shape] for t in program.tensors}
     buffers = []
     for read in reads(meaning.mask.predicate):
         shape = shapes[read.tensor]
-        if read.axis is None or not set().union(*map(variables, shape)) <= {"B", "H", "Hk", "M", "N"}:
+        if read.axis is None or not variables(shape[read.axis]) <= {"B", "H", "Hk", "M", "N"}:
+            continue
+        others = [variables(e) for axis, e in enumerate(shape) if axis != read.axis]
+        if not frozenset().union(*others) <= {"B", "H", "Hk"}:
             continue
         padded = add(shape[read.axis], const(cpu.EXTENT_BLOCK - 1))
         count = mul(call("floordiv", padded, const(cpu.EXTENT_BLOCK)), const(cpu.EXTENT_LEVELS))

@@ -156,8 +156,6 @@ AFC_FN Reals abs(const Reals &a) {
 }
 AFC_FN Reals floor(const Reals &a) { return {std::floor(a.lo), std::floor(a.hi), a.nan}; }
 AFC_FN Reals ceil(const Reals &a) { return {std::ceil(a.lo), std::ceil(a.hi), a.nan}; }
-AFC_FN Reals unknown(const Reals &) { return Reals::anything(); }
-AFC_FN Reals unknown(const Reals &, const Reals &) { return Reals::anything(); }
 AFC_FN Ints to_int(const Reals &a) {
   if (a.nan || !(a.lo > -2147483648.0) || !(a.hi < 2147483648.0)) return Ints::anything();
   return Ints::raw(std::trunc(a.lo), std::trunc(a.hi));

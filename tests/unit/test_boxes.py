@@ -33,6 +33,8 @@ TENSORS = {  # name: (shape, type); sizes of 1 take any index
     "fine": ((LENGTH,), Type.FLOAT),
 }
 
+ARITHMETIC = ("add", "sub", "mul", "max", "min", "abs", "neg", "select")
+
 
 class Author:
     """Writes random masks, and the tensors that they read."""
@@ -67,11 +69,27 @@ class Author:
                 return const(self.random.randint(-20, LENGTH))
             return self.load(Type.INT) if name == "tensor" else Var(name, Type.INT)
         name = pick(
-            ["add", "sub", "sub", "mul", "floordiv", "mod", "max", "min", "abs", "neg", "select", "ipow"]
+            [
+                "add",
+                "sub",
+                "sub",
+                "mul",
+                "floordiv",
+                "mod",
+                "max",
+                "min",
+                "abs",
+                "neg",
+                "select",
+                "ipow",
+                "to_int",
+            ]
         )
         if name in ("floordiv", "mod"):
             divisor = pick([const(self.random.randint(1, 30)), Var("w", Type.INT)])
             return call(name, self.integer(depth - 1), divisor)
+        if name == "to_int":
+            return call(name, self.float(depth - 1))
         if name == "ipow":
             return call(name, self.integer(0), const(self.random.randint(0, 3)))
         return self.operation(name, self.integer, depth)
@@ -86,8 +104,22 @@ class Author:
                     lambda: call("mul", const(0.1), to_float(self.integer(1))),
                 ]
             )()
-        names = "add sub mul div max min abs neg floor ceil select exp sqrt"
-        return self.operation(self.random.choice(names.split()), self.float, depth)
+        more = [
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "floor",
+            "ceil",
+            "exp",
+            "log",
+            "tanh",
+            "sin",
+            "cos",
+            "sqrt",
+            "pow",
+        ]
+        return self.operation(self.random.choice([*ARITHMETIC, *more]), self.float, depth)
 
     def operation(self, name: str, part: Any, depth: int) -> Expr:
         if name == "select":
