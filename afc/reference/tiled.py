@@ -143,12 +143,19 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
         size = kernel.tile.keys if queries else kernel.tile.queries
         for member in range(memory.group if kernel.walk.over_group else 1):
             work.h = work.h if queries else head * memory.group + member
-            for run in _runs(kernel, kernel.walk, work, memory, section):
-                for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
-                    work.partial = not full
-                    work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
-                    _ops(kernel.body, work, memory)
+            runs = _runs(kernel, kernel.walk, work, memory, section)
+            for other, full in _pieces(runs, size, kernel.walk.aligned):
+                work.partial = not full
+                work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
+                _ops(kernel.body, work, memory)
     _ops(kernel.epilogue, work, memory)
+
+
+def _pieces(runs: tuple[Run, ...], size: int, aligned: bool) -> list[tuple[slice, bool]]:
+    """(range, full) of every tile, in order: on a grid the partial tiles of all runs come first."""
+    if aligned:
+        return sorted((piece for run in runs for piece in run.tiles(size)), key=lambda piece: piece[1])
+    return [piece for run in runs for piece in run.pieces(size)]
 
 
 def _runs(kernel: TiledKernel, walk: Walk, work: _Work, memory: _Memory, section: slice) -> tuple[Run, ...]:
