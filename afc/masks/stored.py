@@ -18,7 +18,7 @@ from afc.masks.boxes import BoxTest
 
 FANOUT = 4
 CHUNK = 2**15  # boxes tested at once
-COMPACT = 2**18  # stored spans after which neighbours are merged
+COMPACT = 2**18  # stored spans after which neighbours are merged, at least
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class _Spans:
 
     parts: list[Any]
     count: int = 0
+    limit: int = COMPACT
 
     def add(self, own: Any, first: Any, last: Any, full: Any) -> None:
         self.parts.append(np.stack([own, first, last, full], axis=1).astype(np.int32))
         self.count += len(own)
-        if self.count > COMPACT:
+        if self.count > self.limit:
             self.merge()
 
     def merge(self) -> Any:
@@ -56,9 +57,8 @@ class _Spans:
         starts = np.flatnonzero(_first(touching & (spans[1:, 3] == spans[:-1, 3]), len(spans)))
         merged = spans[starts]
         merged[:, 2] = spans[np.append(starts[1:], len(spans))[: len(starts)] - 1, 2]
-        self.parts = [merged]
-        # Spans that cannot be merged are not sorted again and again.
-        self.count = len(merged) // 2
+        self.parts, self.count = [merged], len(merged)
+        self.limit = max(COMPACT, 2 * self.count)  # so that each is sorted a few times only
         return merged
 
 
