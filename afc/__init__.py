@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from afc.api import compile_file, load
+    from afc.api import compile_file, load, prepare
     from afc.errors import AfcError, SourceError, ToolchainError, UsageError
     from afc.frontend import check_file
 
@@ -26,10 +26,12 @@ __all__ = [
     "check_file",
     "compile_file",
     "load",
+    "prepare",
 ]
 
 _HOME = {
     "load": "afc.api",
+    "prepare": "afc.api",
     "compile_file": "afc.api",
     "check_file": "afc.frontend",
     "AfcError": "afc.errors",

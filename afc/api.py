@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from afc.build import (
     Toolchain,
     build_module,
     cached_module,
+    find_module,
 )
 from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Op, Var
@@ -145,7 +147,7 @@ def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) 
         attentions[program.name] = {
             "doc": program.doc,
             "key": text.hexdigest()[:16],
-            "parameters": [_parameter(p) for p in program.params],
+            "parameters": [_parameter(p, program) for p in program.params],
         }
     doc = f"Attention kernels of {source}, built by afc: {', '.join(attentions)}."
     return json.dumps(
@@ -159,10 +161,17 @@ def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) 
     )
 
 
-def _parameter(param: Param) -> dict[str, Any]:
+def _parameter(param: Param, program: Program) -> dict[str, Any]:
     if isinstance(param, TensorParam):
         shape = [[_size(e.size), e.broadcast] for e in param.shape]
-        return {"name": param.name, "kind": "tensor", "type": param.type.value, "shape": shape}
+        return {
+            "name": param.name,
+            "kind": "tensor",
+            "type": param.type.value,
+            "shape": shape,
+            "grad": param.grad,
+            "grad_is_zero": param.name not in program.learned,
+        }
     default = None if param.default is None else param.default.value
     return {
         "name": param.name,
@@ -220,16 +229,57 @@ def load(
     `backend` is "cuda" where torch sees a GPU, else "cpu"; `dtype` defaults to bfloat16 on CUDA, float32 on
     the CPU; `arch`
     defaults to the current GPU's. Further keywords fix run-time parameters. Raises SourceError, UsageError,
-    ToolchainError; RuntimeError under fake tensors or stream capture, where compiling is not possible.
+    ToolchainError; RuntimeError inside torch.compile, and under fake tensors or stream capture where it would
+    have to compile: `prepare` does so ahead.
     """
-    _check_not_tracing(path)
+    _check_not_compiling(path)
+    return load_module(path, _load_options(D, Dqk, Dv, dtype, backend, arch, backward, constants))
+
+
+def prepare(
+    path: str | Path,
+    *,
+    D: int | Sequence[int] | None = None,
+    Dqk: int | None = None,
+    Dv: int | None = None,
+    dtype: Any = None,
+    backend: str | None = None,
+    arch: str | None = None,
+    backward: bool = True,
+    **constants: opt.Constant,
+) -> tuple[ModuleType, ...]:
+    """Compile ahead what `load` will be asked for: every combination of the head sizes D and the dtypes.
+
+    The arguments are those of `load`, where D and dtype may be sequences. Lengths, batch and heads need no
+    preparation. Gives the modules in the order D, dtype; `load` with one D and dtype then gives the same,
+    also under fake tensors and stream capture. Raises what `load` raises, RuntimeError under any of these.
+    """
+    _check_not_compiling(path)
+    modules = []
+    for head in D if isinstance(D, Sequence) else (D,):
+        for storage in dtype if isinstance(dtype, (list, tuple)) else (dtype,):
+            options = _load_options(head, Dqk, Dv, storage, backend, arch, backward, constants)
+            modules.append(load_module(path, options))
+    return tuple(modules)
+
+
+def _load_options(
+    D: int | None,
+    Dqk: int | None,
+    Dv: int | None,
+    dtype: Any,
+    backend: str | None,
+    arch: str | None,
+    backward: bool,
+    constants: dict[str, opt.Constant],
+) -> Options:
     chosen = backend or ("cuda" if _cuda_available() else "cpu")
     head_qk = Dqk if Dqk is not None else D if D is not None else opt.DEFAULT_HEAD
     head_v = Dv if Dv is not None else D if D is not None else head_qk
     if D is not None and (Dqk is not None or Dv is not None):
         raise UsageError.of("E0613", "give either D or Dqk and Dv, not both")
     archs = (arch,) if arch else (_device_arch(),) if chosen == "cuda" else ()
-    options = Options(
+    return Options(
         opt.backend_names((chosen,)),
         ((head_qk, head_v),),
         (opt.dtype_name(dtype),) if dtype is not None else (),
@@ -237,29 +287,49 @@ def load(
         tuple(sorted(constants.items())),
         backward,
     )
-    return load_module(path, options)
 
 
 def load_module(path: str | Path, options: Options) -> ModuleType:
-    """Compile into the cache with full options, and import."""
+    """Compile into the cache with full options, and import.
+
+    Raises SourceError, UsageError, ToolchainError; RuntimeError where nothing may be compiled now.
+    """
     spec = module_spec(check_file(path), options)
     toolchain = Toolchain.find(cuda="cuda" in options.backends)
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
-    return import_module(cached_module(stem, spec, toolchain, Cache()))
+    place = _tracing()
+    if place is None:
+        return import_module(cached_module(stem, spec, toolchain, Cache()))
+    found = find_module(stem, spec, toolchain, Cache())
+    if found is None:
+        raise RuntimeError(f"afc.load({str(path)!r}) would compile {place}: {_ahead(path)}")
+    return import_module(found)
 
 
-def _check_not_tracing(path: str | Path) -> None:
+def _check_not_compiling(path: str | Path) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        raise RuntimeError(f"afc.load({str(path)!r}) inside torch.compile: {_ahead(path)}")
+
+
+def _tracing() -> str | None:
+    """Where the caller stands, if it is where nothing may be compiled."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return
-    tracing = torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return None
+    if torch._guards.detect_fake_mode() is not None:
+        return "under fake tensors"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "during the capture of a CUDA graph"
+    return None
+
+
+def _ahead(path: str | Path) -> str:
+    return (
+        f"call afc.prepare({str(path)!r}, ...) with the same arguments before, and load the module outside "
+        "of traced code"
     )
-    if tracing:
-        raise RuntimeError(
-            f"afc.load({str(path)!r}) inside torch.compile or a CUDA graph capture: load the module before"
-        )
 
 
 def _cuda_available() -> bool:

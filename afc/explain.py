@@ -21,7 +21,8 @@ from afc.frontend import Checked, check_file
 from afc.frontend.report import did_you_mean
 from afc.ir.masks import Bound, MaskPlan, Run
 from afc.ir.printer import print_program, print_sides
-from afc.ir.program import Normalizer, Program, Rotation, ScalarParam
+from afc.ir.program import Normalizer, Program, Rotation, RowStep, ScalarParam
+from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
 from afc.masks import BoxTest, derive, key_runs, stored_runs
 from afc.options import Constant, Options
@@ -285,7 +286,11 @@ def _program(original: Program, program: Program) -> list[str]:
     lines.append(f"  known when compiled: {fixed}")
     lines.append(f"  passes that changed it: {', '.join(_changes(original, dict(program.constants)))}")
     for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
-        lines += [f"  {operand} is rotated: {_rotation(step)}" for step in steps]
+        for step in steps:
+            if isinstance(step, RowStep):
+                lines.append(f"  {operand}: {_row(step)}")
+            else:
+                lines.append(f"  {operand} is rotated: {_rotation(step)}")
     lines += _scores(original, program)
     lines += [f"  mask: {step.call} keeps {_formula(step.formula)}" for step in program.masks]
     return lines
@@ -300,11 +305,21 @@ def _changes(original: Program, constants: Mapping[str, Constant]) -> list[str]:
     return changed
 
 
+def _row(step: RowStep) -> str:
+    assert isinstance(step.first, Const) and isinstance(step.width, Const) and step.value is not None
+    first, width = int(step.first.value), int(step.width.value)
+    means = "".join(f"{m.name} = mean of {_formula(m.formula)}; " for m in step.means)
+    return f"{step.call}, columns {first} to {first + width - 1}: {means}{_formula(step.value)}"
+
+
 def _rotation(step: Rotation) -> str:
     assert isinstance(step.first, Const) and isinstance(step.width, Const)
     first, width = int(step.first.value), int(step.width.value)
     pair = f"c with c + {width // 2}" if step.pairing == "half" else "2c with 2c + 1"
-    return f"{step.call}, columns {first} to {first + width - 1}, pairing {pair}"
+    reads = dependence((step,))
+    of = ["batch entry"] * reads.batch + ["head"] * reads.head
+    tables = f"; coefficients for each {' and '.join(of)}" if of else ""
+    return f"{step.call}, columns {first} to {first + width - 1}, pairing {pair}{tables}"
 
 
 def _scores(original: Program, program: Program) -> list[str]:

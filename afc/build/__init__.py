@@ -67,6 +67,7 @@ __all__ = [
     "compile_cubin",
     "compile_units",
     "find_cxx",
+    "find_module",
     "find_nvcc",
     "link_module",
     "ptxas_faults",
@@ -172,3 +173,11 @@ def cached_module(
 
     entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
     return entry.path(f"{stem}.so")
+
+
+def find_module(
+    stem: str, spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, gate: bool = True
+) -> Path | None:
+    """Path of the module that `cached_module` would give, if it is there. Builds and writes nothing."""
+    entry = cache.lookup(_module_key(stem, spec, toolchain, gate))
+    return None if entry is None else entry.path(f"{stem}.so")

@@ -59,6 +59,10 @@ class Run:
     full_end: int
     end: int
 
+    def below(self, end: int) -> Run:
+        """The part of the run below index `end`."""
+        return Run(*(min(x, end) for x in (self.begin, self.full_begin, self.full_end, self.end)))
+
     def tiles(self, size: int) -> list[tuple[slice, bool]]:
         """(range, full) of every visited tile of an aligned grid of `size` indices: partial tiles first,
         then full ones.

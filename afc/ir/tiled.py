@@ -14,10 +14,12 @@ from typing import Literal, Union
 
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
-from afc.ir.program import Rotation, Step
+from afc.ir.program import CapturedRead, Rotation, Step, Transform, learned
 from afc.ir.protocol import Protocol
 
-Kind = Literal["table", "rotate", "forward", "preprocess", "backward", "postprocess", "combine", "plan"]
+Kind = Literal[
+    "table", "rotate", "forward", "preprocess", "backward", "captured", "postprocess", "combine", "plan"
+]
 Axis = Literal["queries", "keys"]
 Pass = Literal["forward", "backward"]
 Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
@@ -108,6 +110,26 @@ class ScoreGradient:
 
 
 @dataclass(frozen=True)
+class AddCaptured:
+    """Adds P (dP - delta), times the derivative of the score by each read of a captured tensor, to the
+    element of its gradient that was read. Without a sum over the keys `delta` is None: dP, masked, instead.
+    """
+
+    p: str
+    dp: str
+    delta: str | None
+    s: str
+
+
+@dataclass(frozen=True)
+class AddCapturedExtra:
+    """The same for reads in the normalizer's extra term, row by row: -exp(log extra - LSE) delta."""
+
+    lse: str
+    delta: str
+
+
+@dataclass(frozen=True)
 class RowDot:
     """out = rowsum(a * b) - minus: delta of the backward pass, where `minus` is the gradient of the LSE."""
 
@@ -134,7 +156,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class RotateBack:
-    """Rows times the transposed rotations of an operand, last rotation first."""
+    """Gradient of the raw rows of an operand from that of the rotated ones: the transposed derivative of its
+    steps, last step first; what captured tensors of row blocks get is added to their gradients.
+    """
 
     x: str
     operand: Literal["q", "k"]
@@ -169,6 +193,8 @@ TileOp = Union[  # noqa: UP007
     OnlineSoftmax,
     Weights,
     ScoreGradient,
+    AddCaptured,
+    AddCapturedExtra,
     RowDot,
     Round,
     Scale,
@@ -261,8 +287,8 @@ class Semantics:
     compute: str
     head_qk: int
     head_v: int
-    q_rotations: tuple[Rotation, ...]
-    k_rotations: tuple[Rotation, ...]
+    q_steps: tuple[Transform, ...]
+    k_steps: tuple[Transform, ...]
     scores: tuple[Step, ...]
     score_gradients: tuple[Formula | None, ...]
     scores_finite: bool
@@ -271,6 +297,22 @@ class Semantics:
     mask: MaskPlan
     has_sum: bool = True
     log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
+    captured: tuple[CapturedRead, ...] = ()
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Captured tensors whose gradient is not 0 everywhere."""
+        return learned(self.captured, (*self.q_steps, *self.k_steps))
+
+    @property
+    def q_rotations(self) -> tuple[Rotation, ...]:
+        """The rotations among the steps of q."""
+        return tuple(s for s in self.q_steps if isinstance(s, Rotation))
+
+    @property
+    def k_rotations(self) -> tuple[Rotation, ...]:
+        """The rotations among the steps of k."""
+        return tuple(s for s in self.k_steps if isinstance(s, Rotation))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ gradients 0; a masked element influences nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from afc.expr.evaluate import evaluate_formula
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
+from afc.reference.captured import add_at, add_extra, add_scores, extra_gradient
 
 Array = Any  # np.ndarray of float64
 
@@ -23,7 +24,7 @@ Array = Any  # np.ndarray of float64
 @dataclass(frozen=True)
 class Call:
     """Arguments of a call: q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv], captured tensors, scalars,
-    origins.
+    origins and number of keys; each of the last three an int or an array [B]. `kv_len` None: all keys.
     """
 
     q: Array
@@ -31,8 +32,27 @@ class Call:
     v: Array
     tensors: Mapping[str, Array] = field(default_factory=dict)
     scalars: Mapping[str, float | int | bool] = field(default_factory=dict)
-    q_origin: int = 0
-    k_origin: int = 0
+    q_origin: int | Array = 0
+    k_origin: int | Array = 0
+    kv_len: int | Array | None = None
+
+    def of_batch(self, b: int) -> Call:
+        """The same call with the origins and the number of keys of batch b, as ints."""
+        places = (np.broadcast_to(x, self.q.shape[:1]) for x in (self.q_origin, self.k_origin))
+        q_origin, k_origin = (int(x[b]) for x in places)
+        return replace(self, q_origin=q_origin, k_origin=k_origin, kv_len=self.key_count(b))
+
+    def key_count(self, b: int) -> int:
+        """Number of keys of batch b."""
+        count = self.k.shape[2] if self.kv_len is None else self.kv_len
+        return int(np.broadcast_to(count, self.q.shape[:1])[b])
+
+    def without_unread(self, x: Array) -> Array:
+        """x [B, Hk, N, D] in float64 with zeros in the rows that are never read."""
+        if self.kv_len is None:
+            return np.asarray(x, np.float64)
+        live = np.arange(x.shape[2])[:, None] < _by_batch(self.kv_len)
+        return np.where(live, np.asarray(x, np.float64), 0.0)
 
     def sizes(self) -> dict[str, int]:
         """Dimensions and origins by name."""
@@ -62,9 +82,14 @@ class Call:
             "h": heads[None, :, None, None],
             "m": m,
             "n": n,
-            "i": m + self.q_origin,
-            "j": n + self.k_origin,
+            "i": m + _by_batch(self.q_origin),
+            "j": n + _by_batch(self.k_origin),
         }
+
+
+def _by_batch(value: int | Array) -> int | Array:
+    """A number, or numbers [B] that broadcast to [B, H, rows, columns]."""
+    return value if np.ndim(value) == 0 else np.reshape(value, (-1, 1, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -77,29 +102,121 @@ class Result:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of q, k and v, in their shapes."""
+    """Gradients of q, k and v, in their shapes, and of captured tensors marked `grad`, by name."""
 
     dq: Array
     dk: Array
     dv: Array
+    captured: Mapping[str, Array] = field(default_factory=dict)
 
 
-def rotate(x: Array, steps: tuple[Rotation, ...], origin: int, transpose: bool = False) -> Array:
-    """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order.
+def transform(
+    x: Array,
+    steps: tuple[Transform, ...],
+    call: Call,
+    origin: int | Array,
+    first: tuple[int, int, int] = (0, 0, 0),
+) -> Array:
+    """Rows of x [B, H, L, D] after the steps, which the passes have been run on.
 
-    Rotations must have `matrix`.
+    `origin`: position of row 0; `first`: batch, head and row of x[0, 0, 0].
     """
-    x = np.array(x, np.float64)
-    position = np.arange(x.shape[2])[:, None] + origin
-    for step in reversed(steps) if transpose else steps:
-        assert step.matrix is not None
-        lo, hi = columns(step)
-        a00, a01, a10, a11 = evaluate_formula(step.matrix, {"p": position, "c": np.arange(len(lo))[None, :]})
-        if transpose:
-            a01, a10 = a10, a01
-        x0, x1 = x[..., lo], x[..., hi]
-        x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
-    return x
+    return _inputs(x, steps, call, origin, first)[-1]
+
+
+def transform_back(
+    d: Array,
+    x: Array,
+    steps: tuple[Transform, ...],
+    call: Call,
+    origin: int | Array,
+    first: tuple[int, int, int] = (0, 0, 0),
+    gradients: dict[str, Array] | None = None,
+) -> Array:
+    """Gradient of the rows x from that of the transformed rows; what captured tensors get is added to
+    `gradients`.
+    """
+    d, inputs = np.array(d, np.float64), _inputs(x, steps, call, origin, first)
+    env = _row_names(d, call, origin, first)
+    for step, before in zip(reversed(steps), reversed(inputs[:-1]), strict=True):
+        if isinstance(step, Rotation):
+            _rotate(d, step, env, call, transpose=True)
+        else:
+            _row_back(d, before, step, env, call, gradients)
+    return d
+
+
+def _inputs(
+    x: Array, steps: tuple[Transform, ...], call: Call, origin: int | Array, first: tuple[int, int, int]
+) -> list[Array]:
+    """x before each step, and after the last."""
+    env = _row_names(x, call, origin, first)
+    found = [np.array(x, np.float64)]
+    for step in steps:
+        row = found[-1].copy()
+        if isinstance(step, Rotation):
+            _rotate(row, step, env, call, transpose=False)
+        else:
+            part = _row_columns(step)
+            assert step.value is not None
+            names = _with_means(step, row[..., part], env, call)
+            row[..., part] = evaluate_formula(step.value, names, call.tensors)[0]
+        found.append(row)
+    return found
+
+
+def _row_names(x: Array, call: Call, origin: int | Array, first: tuple[int, int, int]) -> dict[str, Any]:
+    b, h, r = (np.arange(start, start + size) for start, size in zip(first, x.shape[:3], strict=True))
+    env = {**call.sizes(), **call.scalars, "b": b[:, None, None, None], "h": h[:, None, None]}
+    return env | {"r": r[:, None], "p": r[:, None] + _by_batch(origin)}
+
+
+def _rotate(x: Array, step: Rotation, env: Mapping[str, Any], call: Call, transpose: bool) -> None:
+    """In place, times the matrix of each pair or its transpose."""
+    assert step.matrix is not None
+    lo, hi = columns(step)
+    matrix = evaluate_formula(step.matrix, {**env, "c": np.arange(len(lo))}, call.tensors)
+    a00, a01, a10, a11 = matrix
+    if transpose:
+        a01, a10 = a10, a01
+    x0, x1 = x[..., lo], x[..., hi]
+    x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
+
+
+def _row_columns(step: RowStep) -> slice:
+    first, width = int(step.first.value), int(step.width.value)  # type: ignore[union-attr]
+    return slice(first, first + width)
+
+
+def _with_means(step: RowStep, x: Array, env: Mapping[str, Any], call: Call) -> dict[str, Any]:
+    """The names of a row block's formulas, means included."""
+    names = {**env, "x": x, "c": np.arange(x.shape[-1])}
+    for mean in step.means:
+        names[mean.name] = _mean(evaluate_formula(mean.formula, names, call.tensors)[0], x)
+    return names
+
+
+def _mean(value: Array, x: Array) -> Array:
+    return np.broadcast_to(value, x.shape).mean(-1, keepdims=True)
+
+
+def _row_back(
+    d: Array,
+    x: Array,
+    step: RowStep,
+    env: Mapping[str, Any],
+    call: Call,
+    gradients: dict[str, Array] | None,
+) -> None:
+    part, backward = _row_columns(step), step.backward
+    assert backward is not None
+    names = _with_means(step, x[..., part], env, call) | {"d_value": d[..., part]}
+    for name, term in backward.means:
+        names[name] = _mean(evaluate_formula(term, names, call.tensors)[0], names["x"])
+    for read in backward.reads if gradients is not None else ():
+        value = np.broadcast_to(evaluate_formula(read.term, names, call.tensors)[0], names["x"].shape)
+        add_at(gradients, read.load, names, call.tensors, value)  # type: ignore[arg-type]
+    d[..., part] = evaluate_formula(backward.x, names, call.tensors)[0]
 
 
 def columns(step: Rotation) -> tuple[Array, Array]:
@@ -129,15 +246,18 @@ def forward(program: Program, call: Call) -> Result:
 
 def _trace(program: Program, call: Call) -> _Trace:
     group = call.q.shape[1] // max(call.k.shape[1], 1)
-    q = rotate(call.q, program.q_steps, call.q_origin)
-    k = np.repeat(rotate(call.k, program.k_steps, call.k_origin), group, axis=1)
-    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    q = transform(call.q, program.q_steps, call, call.q_origin)
+    k = transform(call.without_unread(call.k), program.k_steps, call, call.k_origin)
+    k = np.repeat(k, group, axis=1)
+    v = np.repeat(call.without_unread(call.v), group, axis=1)
     env = call.elements()
     s = q @ k.swapaxes(-1, -2)
     x = s
     for step in program.scores:
         x = np.broadcast_to(evaluate_formula(step.formula, {**env, "s": x}, call.tensors)[0], s.shape)
     keep = np.ones(s.shape, bool)
+    if call.kv_len is not None:
+        keep &= env["n"] < _by_batch(call.kv_len)
     for step in program.masks:
         keep &= evaluate_formula(step.formula, env, call.tensors)[0]
     x = program.normalizer.factor * x
@@ -181,18 +301,35 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     t = _trace(program, call)
     group = call.q.shape[1] // max(call.k.shape[1], 1)
     do = np.asarray(do, np.float64)
-    v = np.repeat(np.asarray(call.v, np.float64), group, axis=1)
+    v = np.repeat(call.without_unread(call.v), group, axis=1)
     delta = (do * t.result.o).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]
     dp, derivative = do @ v.swapaxes(-1, -2), _score_derivative(program, call, t.s)
     if program.normalizer.has_sum:
-        ds = np.where(t.keep & (t.p != 0), t.p * (dp - delta) * derivative, 0.0)
+        dx = np.where(t.keep & (t.p != 0), t.p * (dp - delta), 0.0)
     else:
-        ds = np.where(t.keep, dp * derivative, 0.0)
-    dq = rotate(ds @ t.k, program.q_steps, call.q_origin, transpose=True)
-    dk = rotate(_sum_group(ds.swapaxes(-1, -2) @ t.q, group), program.k_steps, call.k_origin, transpose=True)
-    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group))
+        dx = np.where(t.keep, dp, 0.0)
+    ds = np.where(dx == 0, 0.0, dx * derivative)
+    captured = _captured(program, call, t, dx, delta)
+    dq = transform_back(ds @ t.k, call.q, program.q_steps, call, call.q_origin, gradients=captured)
+    dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
+    k = call.without_unread(call.k)
+    dk = transform_back(dk, k, program.k_steps, call, call.k_origin, gradients=captured)
+    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
+
+
+def _captured(program: Program, call: Call, t: _Trace, dx: Array, delta: Array) -> dict[str, Array]:
+    """Gradients of the captured tensors marked `grad`, in their shapes, as far as scores depend on them."""
+    gradients = {p.name: np.zeros(np.shape(call.tensors[p.name])) for p in program.tensors if p.grad}
+    steps, reads, env = program.score_gradient, program.captured_reads, call.elements()
+    assert steps is not None
+    add_scores(gradients, reads, program.scores, steps.steps, env, call.tensors, t.s, dx)
+    if program.normalizer.extra is not None:
+        lse = t.result.lse[..., None]
+        dextra = extra_gradient(np.broadcast_to(_log_extra(program, call), lse.shape), lse, delta)
+        add_extra(gradients, reads, env, call.tensors, dextra)
+    return gradients
 
 
 def _sum_group(x: Array, group: int) -> Array:

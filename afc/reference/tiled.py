@@ -16,6 +16,8 @@ import numpy as np
 from afc.expr.evaluate import evaluate, evaluate_formula
 from afc.ir.masks import Run
 from afc.ir.tiled import (
+    AddCaptured,
+    AddCapturedExtra,
     Launch,
     LaunchPlan,
     Load,
@@ -37,7 +39,8 @@ from afc.ir.tiled import (
     Weights,
 )
 from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
-from afc.reference.dense import Call, Gradients, Result, rotate
+from afc.reference.captured import add_extra, add_scores, extra_gradient
+from afc.reference.dense import Call, Gradients, Result, transform, transform_back
 from afc.reference.rounding import to_storage
 
 Array = Any
@@ -50,6 +53,7 @@ class _Memory:
     call: Call
     semantics: Semantics
     tensors: dict[str, Array] = field(default_factory=dict)
+    captured: dict[str, Array] = field(default_factory=dict)  # gradients, in the tensors' shapes
     group: int = 1
     stored: dict[tuple[str, int, int], StoredRuns] = field(default_factory=dict)
 
@@ -92,21 +96,22 @@ def run_backward(
         "delta": np.full((b, h, m, 1), np.nan),
         "dq_sum": np.zeros((b, h, m, d)),
         "dq": np.full(call.q.shape, np.nan),
-        "dk": np.full(call.k.shape, np.nan),
-        "dv": np.full(call.v.shape, np.nan),
+        "dk": call.without_unread(np.full(call.k.shape, np.nan)),
+        "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
+    memory.captured = {name: np.zeros(np.shape(call.tensors[name])) for name in plan.semantics.learned}
     _run(plan.backward, memory)
-    return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"])
+    return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"], memory.captured)
 
 
 def _memory(plan: LaunchPlan, call: Call) -> _Memory:
     s = plan.semantics
-    q, k = (to_storage(x, s.storage) for x in (call.q, call.k))
+    q, k, v = (to_storage(x, s.storage) for x in (call.q, *map(call.without_unread, (call.k, call.v))))
     memory = _Memory(call, s, group=call.q.shape[1] // max(call.k.shape[1], 1))
     memory.tensors = {
-        "q": to_storage(rotate(q, s.q_rotations, call.q_origin), s.storage),
-        "k": to_storage(rotate(k, s.k_rotations, call.k_origin), s.storage),
-        "v": to_storage(call.v, s.storage),
+        "q": to_storage(transform(q, s.q_steps, call, call.q_origin), s.storage),
+        "k": to_storage(transform(k, s.k_steps, call, call.k_origin), s.storage),
+        "v": v,
     }
     return memory
 
@@ -120,9 +125,10 @@ def _run(launches: tuple[Launch, ...], memory: _Memory) -> None:
 def _kernel(kernel: TiledKernel, memory: _Memory) -> None:
     sizes = memory.call.sizes()
     queries = kernel.stationary == "queries"
-    tile, length = (kernel.tile.queries, sizes["M"]) if queries else (kernel.tile.keys, sizes["N"])
+    tile = kernel.tile.queries if queries else kernel.tile.keys
     heads = sizes["H"] if queries else sizes["Hk"]
     for b in range(sizes["B"]):
+        length = sizes["M"] if queries else memory.call.key_count(b)
         for head in range(heads):
             for first in range(0, length, tile):
                 section = slice(first, min(first + tile, length))
@@ -160,7 +166,18 @@ def _pieces(runs: tuple[Run, ...], size: int, aligned: bool) -> list[tuple[slice
 
 def _runs(kernel: TiledKernel, walk: Walk, work: _Work, memory: _Memory, section: slice) -> tuple[Run, ...]:
     """What a work item visits for one query head."""
-    sizes: dict[str, Any] = {**memory.call.sizes(), **memory.call.scalars}
+    call = memory.call.of_batch(work.b)
+    runs = _all_runs(kernel, walk, call, work, memory, section)
+    if kernel.stationary == "keys":
+        return runs
+    return tuple(run for run in (r.below(call.key_count(work.b)) for r in runs) if run.begin < run.end)
+
+
+def _all_runs(
+    kernel: TiledKernel, walk: Walk, call: Call, work: _Work, memory: _Memory, section: slice
+) -> tuple[Run, ...]:
+    """The same up to the last key, present or not."""
+    sizes: dict[str, Any] = {**call.sizes(), **call.scalars}
     plan, tile, queries = memory.semantics.mask, kernel.tile, kernel.stationary == "queries"
     if not walk.stored:
         size = tile.keys if queries else tile.queries
@@ -169,7 +186,7 @@ def _runs(kernel: TiledKernel, walk: Walk, work: _Work, memory: _Memory, section
     key = kernel.name, work.b, work.h
     if key not in memory.stored:
         assert plan.predicate is not None
-        test = BoxTest(plan.predicate, sizes, memory.call.tensors)
+        test = BoxTest(plan.predicate, sizes, call.tensors)
         shape = sizes["M"], sizes["N"]
         memory.stored[key] = stored_runs(
             test, shape, (tile.queries, tile.keys), by_keys=not queries, b=work.b, h=work.h
@@ -208,6 +225,22 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             else:
                 ds = tiles[p] * (tiles[dp] - tiles[delta]) * derivative
                 tiles[out] = np.where(tiles[p] == 0, 0.0, ds)
+        case AddCaptured(p=p, dp=dp, delta=delta, s=s):
+            dx = tiles[dp] if delta is None else tiles[p] * (tiles[dp] - tiles[delta])
+            add_scores(
+                memory.captured,
+                semantics.captured,
+                semantics.scores,
+                semantics.score_gradients,
+                _env(work, memory),
+                memory.call.tensors,
+                tiles[s],
+                dx if delta is None else np.where(tiles[p] == 0, 0.0, dx),
+            )
+        case AddCapturedExtra(lse=lse, delta=delta):
+            extra = _log_extra(work, memory, tiles[lse].shape[0])
+            dextra = extra_gradient(extra, tiles[lse], tiles[delta])
+            add_extra(memory.captured, semantics.captured, _env(work, memory), memory.call.tensors, dextra)
         case RowDot(out=out, a=a, b=b, minus=minus):
             tiles[out] = (tiles[a] * tiles[b]).sum(-1, keepdims=True) - tiles[minus]
         case Round(x=x):
@@ -246,7 +279,7 @@ def _matmul(op: Matmul, work: _Work, memory: _Memory) -> None:
 
 
 def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
-    call = memory.call
+    call = memory.call.of_batch(work.b)
     m, n = (
         np.arange(work.rows.start, work.rows.stop)[:, None],
         np.arange(work.keys.start, work.keys.stop)[None, :],
@@ -260,6 +293,7 @@ def _env(work: _Work, memory: _Memory) -> dict[str, Any]:
         "n": n,
         "i": m + call.q_origin,
         "j": n + call.k_origin,
+        "kv_len": call.kv_len,
     }
 
 
@@ -281,7 +315,7 @@ def _score_gradient(s: Array, work: _Work, memory: _Memory) -> Array:
 
 def _keep(work: _Work, memory: _Memory) -> Array:
     env = _env(work, memory)
-    keep = (env["m"] < env["M"]) & (env["n"] < env["N"])
+    keep = (env["m"] < env["M"]) & (env["n"] < env["kv_len"])
     predicate = memory.semantics.mask.predicate
     return keep if predicate is None else keep & evaluate(predicate, env, memory.call.tensors)
 
@@ -360,13 +394,18 @@ def _log_extra(work: _Work, memory: _Memory, rows: int) -> Array:
 def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
     if x not in work.tiles:
         return
-    semantics, call = memory.semantics, memory.call
+    semantics, call = memory.semantics, memory.call.of_batch(work.b)
     if operand == "q":
-        steps, origin, rows = semantics.q_rotations, call.q_origin, work.rows
+        steps, origin, head, rows, raw = semantics.q_steps, call.q_origin, work.h, work.rows, call.q
     else:
-        steps, origin, rows = semantics.k_rotations, call.k_origin, work.keys
+        steps, origin, head, rows, raw = semantics.k_steps, call.k_origin, work.hk, work.keys, call.k
     tile = work.tiles[x][None, None]
-    work.tiles[x] = rotate(tile, steps, origin + rows.start, transpose=True)[0, 0]
+    first = (work.b, head, rows.start)
+    before = to_storage(call.without_unread(raw) if operand == "k" else raw, semantics.storage)
+    before = before[work.b, head, rows][None, None]
+    work.tiles[x] = transform_back(
+        tile[:, :, : before.shape[2]], before, steps, call, origin, first, memory.captured
+    )[0, 0]
 
 
 def _store(op: Store, work: _Work, memory: _Memory) -> None:

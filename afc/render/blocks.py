@@ -5,20 +5,27 @@ target.
     struct Item, load_item          terms that depend on neither row nor column
     score, score_gradient           the score steps and their derivative
     log_extra                       logarithm of what the normalizer adds to the sum
+    captured_gradients, captured_offset_<n>
+                                    what an element adds to the gradients of captured tensors, and where
+    captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
     key_run, query_run              runs of indices from the bounds of the mask, or from that test
-    rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double
+    row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
+                                    what it reads lies in its gradient
+    rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
+                                    these are not enough, of (args, b, h, row, position, pair)
 
 `docs/architecture.md` has the contract with the templates.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from afc.expr.exact import exact
-from afc.expr.interval import Interval
+from afc.expr.interval import EVERYTHING, INT32, Interval, interval
 from afc.expr.nodes import (
     Const,
     Expr,
@@ -36,8 +43,8 @@ from afc.expr.nodes import (
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
-from afc.ir.program import DIMENSIONS, Program, Rotation, Step
-from afc.ir.rotation import distinct_entries
+from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, RowStep, Step, Transform
+from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
 from afc.render.boxes import box_function
 
@@ -144,6 +151,10 @@ TAKEN = frozenset(
         "key_run",
         "query_run",
         "tables",
+        "captured_gradients",
+        "captured_extra_gradients",
+        "d",
+        "gradients",
     ]
 )
 TABLE_LIMIT = 512
@@ -164,7 +175,7 @@ CUDA = Dialect("f", "static __device__ const double")
 @dataclass(frozen=True)
 class RotationText:
     """How a rotation reads its coefficient table: number of distinct values, and the matrix in terms of
-    c[...].
+    c[...]. `plain`: its coefficients are a function of position and pair alone.
     """
 
     coefficients: int
@@ -172,6 +183,43 @@ class RotationText:
     a01: str
     a10: str
     a11: str
+    plain: bool
+
+
+@dataclass(frozen=True)
+class CapturedText:
+    """A read of a captured tensor whose gradient is asked for, in the order of `gradients[...]`.
+
+    `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
+    `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
+    `extra`: the read is in the normalizer's extra term; `axes`: the dimension of the tensor that the batch,
+    the query head, the query row alone index, -1 where none.
+    """
+
+    slot: int
+    offset: str
+    by_row: bool
+    reads_position: bool
+    extra: bool
+    axes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class RowReadText:
+    """A read of a captured tensor marked `grad` in a row block: slot, and the call that gives its place in
+    the gradient for batch b, head h and column c.
+    """
+
+    slot: int
+    offset: str
+
+
+@dataclass(frozen=True)
+class RowText:
+    """A row block: its functions are `name` and `name`_gradient."""
+
+    name: str
+    reads: tuple[RowReadText, ...]
 
 
 @dataclass(frozen=True)
@@ -185,6 +233,9 @@ class BlockText:
     has_extra: bool
     q_rotations: tuple[RotationText, ...]
     k_rotations: tuple[RotationText, ...]
+    captured: tuple[CapturedText, ...] = ()
+    q_rows: tuple[RowText, ...] = ()
+    k_rows: tuple[RowText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,15 +273,19 @@ class _Writer:
         self.rotations: dict[object, str] = {}
         self.fields = self._fields()
         self.parts: list[str] = []
+        self.score_calls: list[str] = []
+        self.derivative_calls: list[str | None] = []
 
     def write(self) -> BlockText:
         self._item()
         self._score()
         self._extra()
+        captured = self._captured()
         self._mask()
         self._runs()
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
         k = [self._rotation("k", n, r) for n, r in enumerate(self.semantics.k_rotations)]
+        rows = [self._rows("q", self.semantics.q_steps), self._rows("k", self.semantics.k_steps)]
         gradient = any(g is not None for g in self.semantics.score_gradients)
         return BlockText(
             "\n\n".join(self.parts),
@@ -240,6 +295,8 @@ class _Writer:
             self.semantics.log_extra is not None,
             tuple(q),
             tuple(k),
+            captured,
+            *rows,
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -251,6 +308,7 @@ class _Writer:
             *(s.formula for s in self.program.scores),
             *gradients,
             *((extra,) if extra is not None else ()),
+            *(f for r in self.program.captured_reads for f in (r.coefficient, Formula(r.load.indices))),
             *(s.formula for s in self.program.masks),
         ]
 
@@ -332,6 +390,8 @@ class _Writer:
         for step, derivative in zip(steps, self.semantics.score_gradients, strict=True):
             name = self._name(step.block)
             call = self._function(name, step, step.formula, "Real", takes_s=True)
+            self.score_calls.append(call)
+            gradient_call = None
             if derivative is not None:
                 gradient_call = self._function(
                     self._name(f"{step.block}_gradient"),
@@ -342,6 +402,7 @@ class _Writer:
                     note=f"Derivative of {step.block} with respect to s.",
                 )
                 gradients.append(f"gradient *= {gradient_call};")
+            self.derivative_calls.append(gradient_call)
             gradients.append(f"s = {call};")
             calls.append(f"s = {call};")
         signature = "Real s, int m, int n, int i, int j, const Item &item, const afc_args &args"
@@ -373,11 +434,107 @@ class _Writer:
             f"  return {call};\n}}"
         )
 
+    # ---- gradients of captured tensors --------------------------------------------------------------------
+
+    def _captured(self) -> tuple[CapturedText, ...]:
+        reads = self.program.captured_reads
+        if not reads:
+            return ()
+        found = tuple(self._captured_read(n, read) for n, read in enumerate(reads))
+        if any(read.step is not None for read in reads):
+            self._captured_gradients(reads)
+        extra = [(n, read) for n, read in enumerate(reads) if read.step is None]
+        if extra:
+            lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in extra]
+            self.parts.append(
+                "// What a row adds to the gradients of captured tensors through its extra term, of whose\n"
+                "// logarithm d is the gradient.\n"
+                "AFC_FN void captured_extra_gradients(Real d, int m, int i, const Item &item,\n"
+                "                                     const afc_args &args, Real *gradients) {\n  "
+                + "\n  ".join(lines)
+                + "\n}"
+            )
+        return found
+
+    def _captured_gradients(self, reads: tuple[CapturedRead, ...]) -> None:
+        first = min(read.step for read in reads if read.step is not None)
+        backward: list[str] = []
+        for k in reversed(range(first, len(self.score_calls))):
+            terms = [(n, r) for n, r in enumerate(reads) if r.step == k]
+            backward += [f"gradients[{n}] = {self._captured_term(r, f's_{k}')};" for n, r in terms]
+            derivative = self.derivative_calls[k]
+            if k > first and derivative is not None:
+                backward.append(f"d *= {_of_step(derivative, k)};")
+        inputs = [int(k) for line in backward for k in re.findall(r"\bs_(\d+)", line)]
+        forward = ["const Real s_0 = s;"] if inputs else []
+        forward += [
+            f"const Real s_{k + 1} = {_of_step(call, k)};"
+            for k, call in enumerate(self.score_calls[: max(inputs, default=0)])
+        ]
+        body = "\n  ".join([*forward, *backward])
+        self.parts.append(
+            "// What a score adds to the gradients of captured tensors; d is the gradient of the score.\n"
+            "AFC_FN void captured_gradients(Real s, Real d, int m, int n, int i, int j, const Item &item,\n"
+            f"                               const afc_args &args, Real *gradients) {{\n  {body}\n}}"
+        )
+
+    def _captured_term(self, read: CapturedRead, s: str) -> str:
+        match read.coefficient:
+            case Formula(results=(Const(value=value),), lets=()):
+                return "d" if value == 1 else f"d * Real({float(value)!r})"
+        step = self._captured_step(read)
+        name = self._name(f"{step.block}_{read.load.tensor}_gradient")
+        note = f"Derivative by {attn(read.load)}, times the constant derivatives of the steps behind it."
+        call = self._function(name, step, read.coefficient, "Real", takes_s=bool(s), note=note)
+        return f"d * {call.replace('(s', f'({s}', 1) if s else call}"
+
+    def _captured_step(self, read: CapturedRead) -> Step:
+        n = self.program.normalizer
+        if read.step is None:
+            return Step(n.block, read.coefficient, n.call, n.doc, n.span, n.origin)
+        return self.semantics.scores[read.step]
+
+    def _captured_read(self, index: int, read: CapturedRead) -> CapturedText:
+        slot = self.slots[read.load.tensor]
+        formula = self._with_fields(Formula(read.load.indices))
+        parameters, arguments, names = self._parameters(formula, takes_s=False)
+        if "args" not in arguments:
+            parameters.append("const afc_args &args")
+            arguments.append("args")
+        ranges = dict(self.printer.ranges) | {
+            f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"
+        }
+        printer = replace(self.printer, names={**self.dimensions, **names}, ranges=ranges)
+        indices = "".join(f", {printer.text(i)}" for i in formula.results)
+        name = f"captured_offset_{index}"
+        self.parts.append(
+            f"// Place of {attn(read.load)} in its gradient; -1 outside.\n"
+            f"AFC_FN int64_t {name}({', '.join(parameters)}) {{\n"
+            f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
+        )
+        used = {v for i in read.load.indices for v in variables(i)}
+        return CapturedText(
+            slot,
+            f"{name}({', '.join(arguments)})",
+            not used & {"n", "j"},
+            "i" in used,
+            read.step is None,
+            (_axis(read.load, "b"), _axis(read.load, "h"), max(_axis(read.load, "m"), _axis(read.load, "i"))),
+        )
+
     def _function(
         self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None
     ) -> str:
         """Emit a block's function; returns the text of its call."""
         formula = self._with_fields(formula)
+        parameters, arguments, names = self._parameters(formula, takes_s)
+        body = self._body(formula, names, {p.split()[-1].lstrip("&") for p in parameters})
+        comment = _comment(step, note)
+        self.parts.append(f"{comment}\nAFC_FN {result} {name}({', '.join(parameters)}) {{\n{body}\n}}")
+        return f"{name}({', '.join(arguments)})"
+
+    def _parameters(self, formula: Formula, takes_s: bool) -> tuple[list[str], list[str], dict[str, str]]:
+        """Parameters and arguments of a function of a formula, and the names of Item's fields inside it."""
         used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
         parameters = ["Real s"] if takes_s else []
         arguments = ["s"] if takes_s else []
@@ -392,11 +549,7 @@ class _Writer:
         if any(isinstance(e, Load) for e in formula_exprs(formula)) or used & set(self.dimensions):
             parameters.append("const afc_args &args")
             arguments.append("args")
-        names = {f"item.{f.name}": f.name for f in self.fields}
-        body = self._body(formula, names, {p.split()[-1].lstrip("&") for p in parameters})
-        comment = _comment(step, note)
-        self.parts.append(f"{comment}\nAFC_FN {result} {name}({', '.join(parameters)}) {{\n{body}\n}}")
-        return f"{name}({', '.join(arguments)})"
+        return parameters, arguments, {f"item.{f.name}": f.name for f in self.fields}
 
     def _with_fields(self, formula: Formula) -> Formula:
         table = {f.expr: Var(f"item.{f.name}", f.expr.type) for f in self.fields}
@@ -535,47 +688,132 @@ class _Writer:
         names = {**self.bound_names, **self._scalar_text()}
         return Cpp("double", "", names, {}, self.slots, native64=True).text(offset)
 
+    # ---- row blocks ---------------------------------------------------------------------------------------
+
+    def _rows(self, operand: str, steps: tuple[Transform, ...]) -> tuple[RowText, ...]:
+        rows = [s for s in steps if isinstance(s, RowStep)]
+        return tuple(self._row(f"row_{operand}_{n}", step) for n, step in enumerate(rows))
+
+    def _row(self, name: str, step: RowStep) -> RowText:
+        assert step.value is not None and step.backward is not None and isinstance(step.first, Const)
+        assert isinstance(step.width, Const)
+        first, width = int(step.first.value), int(step.width.value)
+        at = "c" if first == 0 else f"{first} + c"
+        names = {**self.dimensions, **self._scalar_text(), "x": f"row[{at}]", "d_value": f"d[{at}]"}
+        names |= {n: n for n in ("b", "h", "r", "c")}
+
+        def loop(formula: Formula, statement: str) -> list[str]:
+            """A loop over the columns: the formula's intermediate values, a statement on its result."""
+            local, lines = dict(names), []
+            for let in formula.lets:
+                local[let.name] = let.name
+                printer = replace(self.printer, names=local)
+                kind = "auto" if let.value.type is Type.INT else self._c_type(let.value.type)
+                lines.append(f"    const {kind} {let.name} = {printer.text(let.value)};")
+            result = replace(self.printer, names=local).text(formula.result)
+            head = f"  for (int c = 0; c < {width}; ++c) {{"
+            return [head, *lines, f"    {statement.format(result)}", "  }"]
+
+        def mean(of: str, formula: Formula) -> list[str]:
+            lines = [f"  Real {of} = 0;", *loop(formula, f"{of} += {{}};"), f"  {of} /= Real({width});"]
+            names[of] = of
+            return lines
+
+        means = [line for m in step.means for line in mean(m.name, m.formula)]
+        value = loop(step.value, f"row[{at}] = {{}};")
+        parameters = "const afc_args &args, int b, int h, int r"
+        self.parts.append(
+            f"{_comment(step, None)}\nAFC_FN void {name}({parameters}, Real *row) {{\n"
+            + "\n".join([*means, *value])
+            + "\n}"
+        )
+        back = [line for of, term in step.backward.means for line in mean(of, term)]
+        sums = [
+            line
+            for n, read in enumerate(step.backward.reads)
+            for line in loop(read.term, f"sums[{n * width} + c] += {{}};")
+        ]
+        gradient = loop(step.backward.x, f"d[{at}] = {{}};")
+        note = "Gradient d of the row before it from that of the row after it; sums: of what it reads."
+        self.parts.append(
+            f"{_comment(step, note)}\n"
+            f"AFC_FN void {name}_gradient({parameters}, const Real *row, Real *d, double *sums) {{\n"
+            + "\n".join([*means, *back, *sums, *gradient])
+            + "\n}"
+        )
+        reads = [self._row_read(f"{name}_offset_{n}", r.load) for n, r in enumerate(step.backward.reads)]
+        return RowText(name, tuple(reads))
+
+    def _row_read(self, name: str, load: Load) -> RowReadText:
+        slot = self.slots[load.tensor]
+        names = {**self.dimensions, **self._scalar_text(), "b": "b", "h": "h", "c": "c"}
+        printer = replace(self.printer, names=names)
+        indices = "".join(f", {printer.text(i)}" for i in load.indices)
+        self.parts.append(
+            f"// Place of {attn(load)} in its gradient; -1 outside.\n"
+            f"AFC_FN int64_t {name}(const afc_args &args, int b, int h, int c) {{\n"
+            f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
+        )
+        return RowReadText(slot, f"{name}(args, int(b), int(h), c)")
+
     # ---- rotations ----------------------------------------------------------------------------------------
 
     def _rotation(self, operand: str, index: int, rotation: Rotation) -> RotationText:
         matrix = rotation.matrix
         assert matrix is not None and isinstance(rotation.width, Const)
         values, entries = distinct_entries(matrix.results)
+        plain = dependence((rotation,)).plain
+        name = f"rotate_{operand}_coefficients_{index}"
+        comment = _comment(rotation, f"Coefficients of the rotation of {operand}.")
         key = (matrix, rotation.width)
+        parameters = "int position, int pair" if plain else _parameters(matrix, key in self.rotations)
+        head = f"AFC_FN void {name}({parameters}, Real *c)"
         if key in self.rotations:
-            self.parts.append(
-                f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-                f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) {{\n"
-                f"  {self.rotations[key]}(position, pair, c);\n}}"
-            )
-            return RotationText(len(values), *entries)
-        self.rotations[key] = f"rotate_{operand}_coefficients_{index}"
+            arguments = "position, pair" if plain else "args, b, h, row, position, pair"
+            self.parts.append(f"{comment}\n{head} {{\n  {self.rotations[key]}({arguments}, c);\n}}")
+            return RotationText(len(values), *entries, plain)
+        self.rotations[key] = name
         formula, tables = self._tabulate(
             Formula(values, matrix.lets), f"{rotation.block}", int(rotation.width.value) // 2
         )
         self.parts += tables
-        printer = Cpp(
-            "double",
-            "",
-            {**self.dimensions, "p": "position", "c": "pair", **self._scalar_text()},
-            RANGES,
-            self.slots,
-        )
-        lines, local = [], dict(printer.names)
+        self.parts.append(f"{comment}\n{head} {{\n{self._coefficients(formula, plain)}\n}}")
+        return RotationText(len(values), *entries, plain)
+
+    def _coefficients(self, formula: Formula, plain: bool) -> str:
+        """Statements that compute c[...] from the parameters of the function, in double."""
+        used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
+        local = {**self.dimensions, "p": "position", "r": "row", "c": "pair"}
+        ranges = {**RANGES, **dict.fromkeys(self.dimensions, SIZE), "r": SIZE}
+        taken, lines = {*TAKEN, "position", "pair", *(() if plain else ("row", "b", "h"))}, []
+
+        def declare(name: str, kind: str, value: str) -> None:
+            text = name if name not in taken else f"{name}_"
+            taken.add(text)
+            local[name] = text
+            lines.append(f"  const {kind} {text} = {value};")
+
+        for param in self.program.scalars:
+            if param.name in used:
+                member = f"args.scalar[{self.scalars[param.name]}]"
+                ranges[param.name] = Interval(1, POSITION.hi) if param.positive else POSITION
+                match param.type:
+                    case Type.INT:
+                        declare(param.name, "int", f"int({member}.i)")
+                    case Type.BOOL:
+                        declare(param.name, "bool", f"{member}.i != 0")
+                    case Type.FLOAT:
+                        declare(param.name, "double", f"{member}.f")
         for let in formula.lets:
-            local[let.name] = let.name if let.name not in TAKEN else f"{let.name}_"
-            lines.append(
-                f"  const double {local[let.name]} = {replace(printer, names=local).text(let.value)};"
-            )
-        printer = replace(printer, names=local)
+            text = Cpp("double", "", dict(local), dict(ranges), self.slots).text(let.value)
+            bounds = interval(let.value, ranges)
+            narrow = let.value.type is Type.INT and bounds.within(*INT32)
+            ranges[let.name] = bounds if narrow else EVERYTHING
+            kind = {Type.FLOAT: "double", Type.INT: "int" if narrow else "int64_t", Type.BOOL: "bool"}
+            declare(let.name, kind[let.value.type], text)
+        printer = Cpp("double", "", local, ranges, self.slots)
         lines += [f"  c[{n}] = Real({printer.text(v)});" for n, v in enumerate(formula.results)]
-        body = "\n".join(lines)
-        self.parts.append(
-            f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-            f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) "
-            f"{{\n{body}\n}}"
-        )
-        return RotationText(len(values), *entries)
+        return "\n".join(lines)
 
     def _tabulate(self, formula: Formula, name: str, pairs: int) -> tuple[Formula, list[str]]:
         """Subexpressions of the pair alone become constant tables: their powers need not be computed per
@@ -607,6 +845,16 @@ class _Writer:
         return Formula(tuple(map(visit, formula.results)), lets), tables
 
 
+def _axis(load: Load, index: str) -> int:
+    """The dimension that is indexed by this index itself, -1 where none is."""
+    return next((n for n, i in enumerate(load.indices) if i == Var(index, Type.INT)), -1)
+
+
+def _of_step(call: str, step: int) -> str:
+    """A call of a function of s, for the input of a step."""
+    return call.replace("(s", f"(s_{step}", 1)
+
+
 def _captured_sizes(program: Program) -> dict[str, str]:
     """Sizes that captured tensors name (`T` of `up[B, M, T]`), read from the first tensor that has each."""
     found: dict[str, str] = {}
@@ -619,7 +867,18 @@ def _captured_sizes(program: Program) -> dict[str, str]:
 
 def _of_pair_alone(expr: Expr) -> bool:
     costly = any(isinstance(e, Op) and e.name in ("pow", "exp", "log", "sqrt", "rsqrt") for e in walk(expr))
-    return costly and expr.type is Type.FLOAT and variables(expr) == {"c"}
+    reads = any(isinstance(e, Load) for e in walk(expr))
+    return costly and not reads and expr.type is Type.FLOAT and variables(expr) == {"c"}
+
+
+def _parameters(matrix: Formula, forwards: bool) -> str:
+    """Parameters of the coefficients of a rotation that is not plain; one that is not used has no name."""
+    used = {e.name for e in formula_exprs(matrix) if isinstance(e, Var)} - {let.name for let in matrix.lets}
+    other = used - {"b", "h", "r", "p", "c"} or any(isinstance(e, Load) for e in formula_exprs(matrix))
+    parameters = [f"const afc_args &{'args' if other or forwards else ''}"]
+    for name, text in (("b", "b"), ("h", "h"), ("r", "row"), ("p", "position"), ("c", "pair")):
+        parameters.append(f"int {text}" if name in used or forwards else "int")
+    return ", ".join(parameters)
 
 
 def _comment(step: Step, note: str | None) -> str:

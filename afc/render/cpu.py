@@ -3,16 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
-from afc.expr.nodes import Const
-from afc.ir.program import Program, Rotation
-from afc.ir.tiled import LaunchPlan
-from afc.masks.boxes import reads
-from afc.render.blocks import CPU, RotationText, render_blocks
+from afc.ir.program import Program, Rotation, RowStep, Transform
+from afc.ir.rotation import dependence
+from afc.ir.tiled import Buffer, LaunchPlan, Semantics
+from afc.masks import boxes
+from afc.render.blocks import CPU, BlockText, CapturedText, RotationText, RowText, render_blocks
 from afc.render.boxes import TABLE_TYPES
-from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation, CpuTable
+from afc.render.cpu_context import (
+    CpuBuffer,
+    CpuCapturedGradient,
+    CpuCapturedRead,
+    CpuContext,
+    CpuRotated,
+    CpuRotation,
+    CpuRow,
+    CpuRowGradient,
+    CpuRowRead,
+    CpuTable,
+)
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
+from afc.schedule.common import table_part, value
 from afc.schedule.cpu import extents_name
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
@@ -32,23 +45,29 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     stored = walk is not None and walk.stored
     blocks = render_blocks(program, s, CPU, stored)
     rows = plan.forward[-1].kernel.tile
-    keys = plan.backward[-1].kernel.tile if plan.backward else rows  # without a backward nothing prints it
+    # Without a backward nothing prints it.
+    walks = [x.kernel for x in plan.backward if x.kernel.stationary == "keys" and x.kernel.walk]
+    keys = walks[0].tile if walks else rows
     schedule = f"{rows.queries} queries in lanes x {rows.keys} keys"
     if plan.backward:
         schedule += f"; dK, dV: {keys.keys} keys in lanes x {keys.queries} queries"
     rotated = [
-        _rotated("q", "Hq", "M", s.q_rotations, blocks.q_rotations),
-        _rotated("k", "Hk", "N", s.k_rotations, blocks.k_rotations),
+        _rotated("q", "Hq", "M", s.q_steps, blocks.q_rotations, blocks.q_rows),
+        _rotated("k", "Hk", "N", s.k_steps, blocks.k_rotations, blocks.k_rows),
     ]
     buffers = tuple(
         CpuBuffer(
             b.name,
             "afc::Extent" if b.dtype == "extent" else "Element" if b.name.endswith("_rotated") else "Real",
-            size_text(b.count),
+            _count(b),
             "forward" not in b.passes,
         )
         for b in plan.buffers
     )
+    reads = blocks.captured if plan.backward else ()
+    gradients = _captured_gradients(program, reads)
+    row_gradients = _row_gradients(program, s, blocks, {g.slot for g in gradients}) if plan.backward else ()
+    places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
     return CpuContext(
         name=symbol,
@@ -73,6 +92,15 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         rotated=tuple(r for r in rotated if r is not None),
         buffers=buffers,
         captured=len(program.tensors),
+        captured_gradients=gradients,
+        captured_reads=tuple(
+            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
+            for n, r in enumerate(reads)
+        ),
+        row_gradients=row_gradients,
+        gradient_slots=sum(
+            1 << slot for slot in {*(g.slot for g in gradients), *(g.slot for g in row_gradients)}
+        ),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
         run_type=f"Runs<{len(s.mask.alternatives)}>" if s.mask.alternatives else "Run",
@@ -88,7 +116,7 @@ def _tables(program: Program, plan: LaunchPlan) -> tuple[CpuTable, ...]:
     slots = {t.name: n for n, t in enumerate(program.tensors)}
     buffers = {b.name: size_text(b.count) for b in plan.buffers}
     tables = []
-    for read in reads(predicate):
+    for read in boxes.reads(predicate):
         extents = extents_name(read)
         tables.append(
             CpuTable(
@@ -103,33 +131,94 @@ def _tables(program: Program, plan: LaunchPlan) -> tuple[CpuTable, ...]:
     return tuple(tables)
 
 
+def _count(buffer: Buffer) -> str:
+    """Values of a buffer; a call with an origin for each batch has more tables than the plan says."""
+    if not buffer.name.endswith("_table"):
+        return size_text(buffer.count)
+    operand, rows = buffer.name[0], "M" if buffer.name[0] == "q" else "N"
+    return f"{operand}_tables(args).count() * args.{rows} * {operand.upper()}_TABLE_WIDTH"
+
+
+def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tuple[CpuCapturedGradient, ...]:
+    found = []
+    for slot in dict.fromkeys(r.slot for r in reads):
+        axes = [r.axes for r in reads if r.slot == slot]
+        common = [one[0] if len(set(one)) == 1 else -1 for one in zip(*axes, strict=True)]
+        found.append(CpuCapturedGradient(program.tensors[slot].name, slot, (common[0], common[1], common[2])))
+    return tuple(found)
+
+
+def _row_gradients(
+    program: Program, semantics: Semantics, blocks: BlockText, of_scores: Collection[int]
+) -> tuple[CpuRowGradient, ...]:
+    """Reads of the row blocks of q and k by captured tensor; `of_scores`: slots that scores read too."""
+    found: dict[int, list[CpuRowRead]] = {}
+    for operand, heads, rows, tile, steps, texts in (
+        ("q", "Hq", "M", "QUERY_TILE", semantics.q_steps, blocks.q_rows),
+        ("k", "Hk", "N", "LANE_KEY_TILE", semantics.k_steps, blocks.k_rows),
+    ):
+        start = 0
+        for step, text in zip((s for s in steps if isinstance(s, RowStep)), texts, strict=True):
+            for read in text.reads:
+                one = CpuRowRead(operand, heads, rows, tile, start, value(step.width), read.offset)
+                found.setdefault(read.slot, []).append(one)
+                start += one.width
+    return tuple(
+        CpuRowGradient(program.tensors[slot].name, slot, slot in of_scores, tuple(reads))
+        for slot, reads in found.items()
+    )
+
+
 def _rotated(
     name: Literal["q", "k"],
     heads: str,
     rows: str,
-    rotations: tuple[Rotation, ...],
+    steps: tuple[Transform, ...],
     texts: tuple[RotationText, ...],
+    row_texts: tuple[RowText, ...],
 ) -> CpuRotated | None:
-    if not rotations:
+    if not steps:
         return None
-    parts, offset = [], 0
-    for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
-        assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
-        pairs = int(rotation.width.value) // 2
+    parts: list[CpuRotation | CpuRow] = []
+    offset = sums = index = 0
+    rotation_texts, of_rows = iter(texts), iter(row_texts)
+    for step in steps:
+        if isinstance(step, RowStep):
+            row = next(of_rows)
+            parts.append(CpuRow(row.name, step.call, sums))
+            sums += len(row.reads) * value(step.width)
+            continue
+        text, pairs = next(rotation_texts), value(step.width) // 2
         parts.append(
             CpuRotation(
                 index,
-                int(rotation.first.value),
+                value(step.first),
                 pairs,
-                rotation.pairing,
+                step.pairing,
                 text.coefficients,
                 text.a00,
                 text.a01,
                 text.a10,
                 text.a11,
                 offset,
-                rotation.call,
+                step.call,
+                text.plain,
             )
         )
-        offset += text.coefficients * pairs
-    return CpuRotated(name, heads, rows, f"{name}_origin", tuple(parts), offset)
+        offset += table_part(step)
+        index += 1
+    reads = dependence([s for s in steps if isinstance(s, Rotation)])
+    return CpuRotated(
+        name,
+        heads,
+        rows,
+        f"{name}_origin",
+        tuple(p for p in parts if isinstance(p, CpuRotation)),
+        offset,
+        reads.batch,
+        reads.head,
+        reads.plain,
+        tuple(parts),
+        tuple(p for p in parts if isinstance(p, CpuRow)),
+        sums,
+    )

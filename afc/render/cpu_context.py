@@ -23,11 +23,12 @@ from afc.render.launch_context import ScalarCheck
 class CpuRotation:
     """One rotation of a row: `pairs` pairs of columns, from column `first` on.
 
-    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>(position, pair, Real *c)`,
-    which fills `coefficients` values. `half` pairs column first + c with first + pairs + c, `adjacent`
-    pairs column first + 2c with first + 2c + 1. `a00, a01, a10, a11` are the entries of the 2x2 matrix as C
-    expressions in c[...], such as "c[0]" and "-c[1]". `table_offset` is the first column of this rotation
-    in the operand's coefficient table: the sum of `coefficients * pairs` over the rotations before it.
+    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>`, which fills
+    `coefficients` values: `plain` from (position, pair, Real *c), else from (args, b, h, row, position,
+    pair, Real *c). `half` pairs column first + c with first + pairs + c, `adjacent` pairs column first + 2c
+    with first + 2c + 1. `a00, a01, a10, a11` are the entries of the 2x2 matrix as C expressions in c[...],
+    such as "c[0]" and "-c[1]". `table_offset` is the first column of this rotation in the operand's
+    coefficient table: the sum of `coefficients * pairs`, rounded up to even, over the rotations before it.
     `call` is the source text, for a comment.
     """
 
@@ -42,15 +43,31 @@ class CpuRotation:
     a11: str
     table_offset: int
     call: str
+    plain: bool
+
+
+@dataclass(frozen=True)
+class CpuRow:
+    """A row block: its functions are `name` and `name`_gradient; `call` is the source text.
+
+    `sums`: the first of the operand's row sums that are its own.
+    """
+
+    name: str
+    call: str
+    sums: int
 
 
 @dataclass(frozen=True)
 class CpuRotated:
-    """A rotated operand: `name` is "q" or "k"; its rotations in the order in which they act, at least one.
+    """An operand with steps: `name` is "q" or "k". `steps`: rotations and row blocks in the order in which
+    they act, at least one; `rotations`, `row_blocks`: those of either kind; `row_sums`: sums over rows that
+    the row blocks need for gradients of captured tensors.
 
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
-    `table_width` is the sum of `coefficients * pairs`. The buffers `<name>_rotated` and
-    `<name>_table` must exist.
+    `table_width` is that sum over all of them. The buffers `<name>_rotated` and `<name>_table` must exist.
+    `by_batch`, `by_head`: what the coefficients depend on beside the position, or also (not `plain`) through
+    captured tensors; with an origin per batch there is a table per batch in any case.
     """
 
     name: Literal["q", "k"]
@@ -59,6 +76,12 @@ class CpuRotated:
     origin: str
     rotations: tuple[CpuRotation, ...]
     table_width: int
+    by_batch: bool
+    by_head: bool
+    plain: bool
+    steps: tuple[CpuRotation | CpuRow, ...]
+    row_blocks: tuple[CpuRow, ...]
+    row_sums: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +93,7 @@ class CpuBuffer:
     | name                  | type    | count                                                  |
     |-----------------------|---------|--------------------------------------------------------|
     | q_rotated, k_rotated  | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N)        |
-    | q_table, k_table      | Real    | args.M * Q_TABLE_WIDTH               (k: N, K_TABLE_…) |
+    | q_table, k_table      | Real    | q_tables(args).count() * args.M * Q_TABLE_WIDTH        |
     | delta (backward only) | Real    | args.B * args.Hq * args.M                              |
     | extents_<tensor>_<axis> | afc::Extent | of a captured tensor that the mask reads             |
 
@@ -95,6 +118,57 @@ class CpuTable:
     axis: int
     buffer: str
     count: str
+
+
+@dataclass(frozen=True)
+class CpuRowRead:
+    """A read in a row block of an operand with `heads`, `rows` (fields of afc_args) and `tile` rows to a
+    task: the first of the row sums that are its own, how many they are (one per column), and the call that
+    gives the place of column c in the gradient.
+    """
+
+    operand: str
+    heads: str
+    rows: str
+    tile: str
+    start: int
+    width: int
+    offset: str
+
+
+@dataclass(frozen=True)
+class CpuRowGradient:
+    """A captured tensor that row blocks read: its place in the signature; `also`: scores read it too."""
+
+    name: str
+    slot: int
+    also: bool
+    reads: tuple[CpuRowRead, ...]
+
+
+@dataclass(frozen=True)
+class CpuCapturedGradient:
+    """A captured tensor whose gradient is asked for: its place in the signature, and the dimension that the
+    batch, the query head, the query row alone index in every read (-1: none).
+    """
+
+    name: str
+    slot: int
+    axes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class CpuCapturedRead:
+    """A read of such a tensor: its place in `gradients[...]` and that of its tensor in `captured_gradients`;
+    the rest as in render.blocks.CapturedText.
+    """
+
+    index: int
+    gradient: int
+    offset: str
+    by_row: bool
+    reads_position: bool
+    extra: bool
 
 
 @dataclass(frozen=True)
@@ -123,6 +197,10 @@ class CpuContext:
       rotated     rotated operands, q before k; may be empty
       buffers     parts of the workspace
       captured    number of captured tensors
+      captured_gradients, captured_reads
+                  captured tensors whose gradient is asked for and is not 0 everywhere, and their reads
+      row_gradients   captured tensors whose gradient is asked for and that row blocks read
+      gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward
     Tiles:
@@ -153,6 +231,10 @@ class CpuContext:
     rotated: tuple[CpuRotated, ...]
     buffers: tuple[CpuBuffer, ...]
     captured: int
+    captured_gradients: tuple[CpuCapturedGradient, ...]
+    captured_reads: tuple[CpuCapturedRead, ...]
+    row_gradients: tuple[CpuRowGradient, ...]
+    gradient_slots: int
     scalar_checks: tuple[ScalarCheck, ...]
     backward: bool
     run_type: str

@@ -25,6 +25,7 @@ def attach(module: Any) -> None:
     """
     from afc.runtime.attention import Attention
     from afc.runtime.late import after_torch
+    from afc.runtime.loading import KernelModule
 
     info = read_module(module)
     for name in info.attentions:
@@ -33,3 +34,4 @@ def attach(module: Any) -> None:
         after_torch(attention.prepare)
     module.__doc__ = info.doc
     module.__all__ = list(info.attentions)
+    module.__class__ = KernelModule

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from afc.runtime.describe import (
@@ -18,7 +19,7 @@ from afc.runtime.describe import (
 from afc.runtime.loading import restore_attention
 
 MAX_POSITION = 2**30
-RESERVED = ("q_origin", "k_origin", "return_lse", "deterministic")
+RESERVED = {"q_origin": None, "k_origin": 0, "kv_len": None, "return_lse": False, "deterministic": False}
 
 
 class Attention:
@@ -27,7 +28,7 @@ class Attention:
     q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and
     device, any strides with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and
     with `return_lse` also the natural-log LSE [B, H, M] in float32 (float64 for float64), both
-    differentiable.
+    differentiable. NumPy arrays and DLPack objects in CPU memory give NumPy arrays, without gradients.
     """
 
     def __init__(self, module: Any, info: ModuleInfo, name: str) -> None:
@@ -58,15 +59,20 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        q_origin: int = 0,
-        k_origin: int = 0,
+        q_origin: Any = None,
+        k_origin: Any = 0,
+        kv_len: Any = None,
         return_lse: bool = False,
         deterministic: bool = False,
         **options: Any,
     ) -> Any:
-        if self.glue is None:
+        if self.glue is None and "torch" in sys.modules:
             self.prepare()
-        return self.glue(q, k, v, options, q_origin, k_origin, return_lse, deterministic)
+        if self.glue is None or not self.glue.takes(q):
+            from afc.runtime.arrays import call_with_arrays
+
+            return call_with_arrays(self, q, k, v, options, (q_origin, k_origin, kv_len), return_lse)
+        return self.glue(q, k, v, options, q_origin, k_origin, kv_len, return_lse, deterministic)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
         return self  # it holds nothing that could differ
@@ -130,10 +136,6 @@ class Attention:
     def check_names(self, options: dict[str, Any]) -> None:
         """Raises TypeError for a keyword the attention does not have, or a missing tensor."""
         for name in options:
-            if name == "kv_len":
-                raise NotImplementedError(
-                    f"{self.__name__}: kv_len: not supported by this module; slice k and v instead"
-                )
             if name not in self.info.order:
                 known = ", ".join((*self.info.order, *RESERVED))
                 raise TypeError(
@@ -145,6 +147,36 @@ class Attention:
                     f"{self.__name__}: missing argument `{tensor.name}` "
                     f"(a {tensor.type} tensor {_shape_text(tensor)})"
                 )
+
+    def check_shapes(self, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+        """Raises ValueError where shapes of q, k and v do not fit."""
+        for argument, shape in (("q", q), ("k", k), ("v", v)):
+            if len(shape) != 4:
+                expected = "4 dimensions [batch, heads, rows, head size]"
+                raise self.fail(ValueError, argument, expected, str(tuple(shape)))
+        if k[0] != q[0] or k[3] != q[3]:
+            expected = f"shape [{q[0]}, Hk, N, {q[3]}] to go with q {tuple(q)}"
+            raise self.fail(ValueError, "k", expected, str(tuple(k)))
+        if v[:3] != k[:3]:
+            expected = f"shape [{k[0]}, {k[1]}, {k[2]}, Dv] to go with k"
+            raise self.fail(ValueError, "v", expected, str(tuple(v)))
+        if (k[1] == 0 and q[1] != 0) or (k[1] != 0 and q[1] % k[1] != 0):
+            raise self.fail(ValueError, "k", f"a number of heads that divides q's {q[1]}", str(k[1]))
+
+    def check_lse(self, entry: EntryInfo, return_lse: bool) -> None:
+        """Raises ValueError where an LSE is asked for that does not exist."""
+        if return_lse and not entry.lse:
+            raise ValueError(
+                f"{self.__name__}: return_lse: its normalizer has no sum over the keys, hence no LSE"
+            )
+
+    @staticmethod
+    def known_sizes(
+        q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
+    ) -> dict[str, int]:
+        """Values of the names that sizes of captured tensors may read."""
+        sizes = {"B": q[0], "H": q[1], "Hk": k[1], "M": q[2], "N": k[2], "Dqk": q[3], "Dv": v[3]}
+        return sizes | {n: x for n, x in options.items() if isinstance(x, int)}
 
     def check_captured(
         self, info: TensorInfo, shape: tuple[int, ...], known: dict[str, int]
@@ -193,7 +225,7 @@ def _signature(info: AttentionInfo) -> inspect.Signature:
                 name, inspect.Parameter.KEYWORD_ONLY, default=empty if default is None else default
             )
         )
-    for name, value in (("q_origin", 0), ("k_origin", 0), ("return_lse", False), ("deterministic", False)):
+    for name, value in RESERVED.items():
         named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
     return inspect.Signature([*positional, *named])
 
@@ -207,7 +239,9 @@ def _docstring(info: AttentionInfo) -> str:
     lines += [f"{t.name} {_shape_text(t)}: {t.type} tensor." for t in info.tensors]
     lines += [f"{s.name}: {s.type}{' > 0' if s.positive else ''}." for s in info.scalars]
     lines += [
-        "q_origin, k_origin: positions of row 0 of q and of k.",
+        "q_origin, k_origin: positions of row 0 of q and of k; ints, or int tensors [] or [B].",
+        "kv_len: number of keys, as the origins; later rows of k and v are never read. Then q_origin is by",
+        "default k_origin + kv_len - M, which ends q where the keys end; else 0.",
         "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
         "deterministic: refuse kernels whose gradients depend on the order of additions.",
         "",

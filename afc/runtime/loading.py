@@ -12,10 +12,26 @@ from typing import Any
 _LOADED: dict[Path, ModuleType] = {}
 
 
+class KernelModule(ModuleType):
+    """What a built module is once its attentions are attached: a copy of it is itself, and pickling stores
+    its path, so that models which hold one can be copied and saved.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelModule:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str | None]]:
+        return import_module, (self.__file__,)
+
+
 def import_module(path: Path | str) -> ModuleType:
     """The module at `path`; the same object for the same path. Raises ImportError."""
     path = Path(path).resolve()
     if path not in _LOADED:
+        if not path.is_file():
+            raise ImportError(
+                f"the compiled module {path} is gone: build it again with afc.load or `afc compile`"
+            )
         name = (
             f"afc_modules_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.{path.name.partition('.')[0]}"
         )

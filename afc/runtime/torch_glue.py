@@ -8,6 +8,7 @@ from torch's allocator, work goes to the current stream, nothing synchronises.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from afc.runtime.attention import Attention
 
 Tensor = torch.Tensor
+
+# What the operators take besides tensors: float scalars; q_origin, k_origin, kv_len (or NO_KV_LEN) and the
+# other scalars; and int64 tensors [B] that stand for the first three where batches differ, or nothing.
+Numbers = tuple[list[float], list[Any], list[Tensor | None]]
 
 DTYPE_CODES = {
     torch.bool: 0,
@@ -40,8 +45,10 @@ CAPTURED_DTYPES = {
     "int": (torch.int32, torch.int64),
     "bool": (torch.bool,),
 }
+NO_KV_LEN = -1
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
+FIXED_ARGUMENTS = 6  # of the autograd function, before the captured tensors
 
 # Operators live as long as the process: an unloaded one would dangle in compiled code.
 _LIBRARIES: dict[str, Any] = {}
@@ -68,6 +75,13 @@ def _view(x: Tensor | None) -> tuple[int, int, int, int, int] | None:
 
 def _captured_view(x: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     return (x.data_ptr(), DTYPE_CODES[x.dtype], tuple(x.shape), tuple(x.stride()))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in the dtype that autocast computes attention in; like PyTorch, it leaves float64 alone."""
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -110,6 +124,11 @@ class TorchGlue:
             torch.library.register_fake(f"afc::{op}", fake, lib=self.library)
         self.library._afc_registered = True
 
+    @staticmethod
+    def takes(x: Any) -> bool:
+        """Whether a call with x as q is torch's."""
+        return isinstance(x, Tensor)
+
     # ---- the call -----------------------------------------------------------------------------------------
 
     def __call__(
@@ -118,44 +137,37 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         options: dict[str, Any],
-        q_origin: int,
-        k_origin: int,
+        q_origin: Any,
+        k_origin: Any,
+        kv_len: Any,
         return_lse: bool,
         deterministic: bool,
     ) -> Any:
         attention = self.attention
         attention.check_names(options)
-        scalars = attention.scalars(options)
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, Tensor):
                 raise attention.fail(TypeError, argument, "a torch.Tensor", type(x).__name__)
         if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            q, k, v = (_autocast(x) for x in (q, k, v))
         entry = self.check(q, k, v)
         captured = self.captured(q, k, v, options)
-        self.check_mode(entry, q_origin, k_origin, deterministic)
-        if return_lse and not entry.lse:
-            raise ValueError(
-                f"{self.name}: return_lse: its normalizer has no sum over the keys, hence no LSE"
-            )
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        self.check_mode(entry, deterministic)
+        numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
+        attention.check_lse(entry, return_lse)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured))
         if needs_grad:
             if not entry.backward:
                 raise NotImplementedError(f"{self.name}: this module was built without its backward pass")
-            o, lse = self.function(q, k, v, captured, scalars, q_origin, k_origin, deterministic, return_lse)
+            o, lse = self.function(q, k, v, numbers, deterministic, return_lse, *captured)
         else:
-            o, lse = self.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
+            o, lse = self.forward_op(q, k, v, captured, *numbers)
         return (o, lse) if return_lse else o
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> EntryInfo:
         """The entry that runs the call. Raises TypeError or ValueError that names the argument."""
         fail = self.attention.fail
         for argument, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise fail(
-                    ValueError, argument, "4 dimensions [batch, heads, rows, head size]", str(tuple(x.shape))
-                )
             if x.layout is not torch.strided:
                 raise fail(TypeError, argument, "a strided tensor", str(x.layout))
             if x.dtype not in STORAGES:
@@ -164,24 +176,7 @@ class TorchGlue:
                 raise fail(TypeError, argument, f"q's dtype {q.dtype}", str(x.dtype))
             if x.device != q.device:
                 raise fail(ValueError, argument, f"q's device {q.device}", str(x.device))
-        b, h, _, dqk = q.shape
-        if k.shape[0] != b or k.shape[3] != dqk:
-            raise fail(
-                ValueError,
-                "k",
-                f"shape [{b}, Hk, N, {dqk}] to go with q {tuple(q.shape)}",
-                str(tuple(k.shape)),
-            )
-        if v.shape[:3] != k.shape[:3]:
-            raise fail(
-                ValueError,
-                "v",
-                f"shape [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, Dv] to go with k",
-                str(tuple(v.shape)),
-            )
-        hk = k.shape[1]
-        if (hk == 0 and h != 0) or (hk != 0 and h % hk != 0):
-            raise fail(ValueError, "k", f"a number of heads that divides q's {h}", str(hk))
+        self.attention.check_shapes(q.shape, k.shape, v.shape)
         if q.device.type not in ("cpu", "cuda"):
             raise fail(ValueError, "q", "a CPU or CUDA tensor", str(q.device))
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.float64):
@@ -191,7 +186,7 @@ class TorchGlue:
                 "bfloat16 or float16 on CUDA (convert with .to(torch.bfloat16), or use autocast)",
                 str(q.dtype),
             )
-        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], dqk, v.shape[3])
+        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.stride(3) != 1 and x.shape[3] > 1:
                 raise fail(
@@ -203,19 +198,12 @@ class TorchGlue:
         return entry
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[Tensor]:
-        """Captured tensors in signature order, checked."""
+        """Captured tensors in signature order, checked. Those that may take a gradient keep their shape, so
+        that the gradient has it; the others are expanded to what the kernels see.
+        """
         if not self.attention.info.tensors:
             return []
-        known = {
-            "B": q.shape[0],
-            "H": q.shape[1],
-            "Hk": k.shape[1],
-            "M": q.shape[2],
-            "N": k.shape[2],
-            "Dqk": q.shape[3],
-            "Dv": v.shape[3],
-        }
-        known |= {n: x for n, x in options.items() if isinstance(x, int)}
+        known = self.attention.known_sizes(q.shape, k.shape, v.shape, options)
         tensors = []
         for info in self.attention.info.tensors:
             x = options[info.name]
@@ -226,26 +214,86 @@ class TorchGlue:
                 raise self.attention.fail(TypeError, info.name, wanted, str(x.dtype))
             if x.device != q.device:
                 raise self.attention.fail(ValueError, info.name, f"q's device {q.device}", str(x.device))
-            if x.requires_grad and torch.is_grad_enabled():
+            if x.requires_grad and not info.grad and torch.is_grad_enabled():
                 raise self.attention.fail(
                     ValueError,
                     info.name,
                     "a tensor without requires_grad (its parameter is not declared `grad`)",
                     "one that requires a gradient",
                 )
-            tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
+            full = self.attention.check_captured(info, tuple(x.shape), known)
+            tensors.append(x if info.grad else x.expand(full))
         return tensors
 
-    def check_mode(self, entry: EntryInfo, q_origin: Any, k_origin: Any, deterministic: bool) -> None:
-        for argument, value in (("q_origin", q_origin), ("k_origin", k_origin)):
-            if isinstance(value, Tensor):
-                raise NotImplementedError(
-                    f"{self.name}: {argument}: a tensor is not supported by this module; pass an int"
-                )
+    def full_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], values: tuple[float, ...]
+    ) -> list[tuple[int, ...]]:
+        """Shapes of the captured tensors as the kernels see them; `values`: the run-time scalars."""
+        infos = self.attention.info.tensors
+        if not any(info.grad for info in infos):
+            return [tuple(x.shape) for x in captured]
+        names = [s.name for s in self.attention.info.scalars]
+        scalars = {n: int(x) for n, x in zip(names, values, strict=True)}
+        known = self.attention.known_sizes(q.shape, k.shape, v.shape, scalars)
+        return [
+            self.attention.check_captured(info, tuple(x.shape), known)
+            for info, x in zip(infos, captured, strict=True)
+        ]
+
+    def check_mode(self, entry: EntryInfo, deterministic: bool) -> None:
         if (deterministic or torch.are_deterministic_algorithms_enabled()) and not entry.deterministic:
             raise NotImplementedError(
                 f"{self.name}: deterministic: the backward pass of {entry} adds dQ in no fixed order"
             )
+
+    def numbers(
+        self, entry: EntryInfo, q: Tensor, k: Tensor, scalars: list[int | float], places: tuple[Any, Any, Any]
+    ) -> Numbers:
+        """Run-time scalars and places (q_origin, k_origin, kv_len) as the operators take them, checked."""
+        names = ("q_origin", "k_origin", "kv_len")
+        q_origin, k_origin, kv_len = (
+            self.place(entry, q, name, x) for name, x in zip(names, places, strict=True)
+        )
+        if isinstance(kv_len, (int, torch.SymInt)) and not 0 <= kv_len <= k.shape[2]:
+            expected = f"a number of keys in 0..{k.shape[2]}"
+            raise self.attention.fail(ValueError, "kv_len", expected, str(kv_len))
+        if q_origin is None:
+            q_origin = 0 if kv_len is None else k_origin + kv_len - q.shape[2]
+        given = (q_origin, k_origin, kv_len)
+        kinds = [s.type for s in self.attention.info.scalars]
+        nothing = (0, 0, NO_KV_LEN)
+        ints: list[Any] = [
+            none if x is None or isinstance(x, Tensor) else x for x, none in zip(given, nothing, strict=True)
+        ]
+        ints += [x for x, kind in zip(scalars, kinds, strict=True) if kind != "float"]
+        floats = [x for x, kind in zip(scalars, kinds, strict=True) if kind == "float"]
+        per_batch = [x if isinstance(x, Tensor) else None for x in given]
+        return floats, ints, per_batch if any(x is not None for x in per_batch) else []
+
+    def place(self, entry: EntryInfo, q: Tensor, name: str, value: Any) -> Any:
+        """An origin or a number of keys: an int, or an int64 tensor [B]; None where a default is to be found.
+
+        Raises TypeError, ValueError, NotImplementedError.
+        """
+        if value is None and name != "k_origin":
+            return None
+        if entry.target == "cuda" and (isinstance(value, Tensor) or name == "kv_len"):
+            instead = "slice k and v, and give q_origin" if name == "kv_len" else "pass an int"
+            raise NotImplementedError(
+                f"{self.name}: {name}: {type(value).__name__} is not supported by GPU kernels yet; {instead}"
+            )
+        if not isinstance(value, Tensor):
+            if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+                raise self.attention.fail(TypeError, name, "an int or an int tensor, 0-d or [B]", repr(value))
+            return value
+        if value.dtype not in CAPTURED_DTYPES["int"]:
+            raise self.attention.fail(TypeError, name, "an int32 or int64 tensor", str(value.dtype))
+        if value.device != q.device:
+            raise self.attention.fail(ValueError, name, f"q's device {q.device}", str(value.device))
+        if value.dim() > 1 or (value.dim() == 1 and value.shape[0] != q.shape[0]):
+            expected = f"shape [] or [{q.shape[0]}]"
+            raise self.attention.fail(ValueError, name, expected, str(tuple(value.shape)))
+        return value.to(torch.int64).expand(q.shape[0]).contiguous()
 
     # ---- operators ----------------------------------------------------------------------------------------
 
@@ -255,26 +303,38 @@ class TorchGlue:
         backward: bool,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         tensors: tuple[Any, ...],
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        gradients: list[Tensor | None],
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
     ) -> None:
         b, h, m, _ = q.shape
         sizes = (b, h, k.shape[1], m, k.shape[2])
         cuda = q.device.type == "cuda"
         threads = 1 if cuda else torch.get_num_threads()
-        kinds = [s.type for s in self.attention.info.scalars]
-        values = tuple(
-            float(x) if kind == "float" else int(x) for x, kind in zip(scalars, kinds, strict=True)
-        )
+        q_origin, k_origin, kv_len, *others = ints
+        own: dict[str, Iterator[Any]] = {"float": iter(floats)}
+        integers = iter(others)
+        values = tuple(next(own.get(s.type, integers)) for s in self.attention.info.scalars)
+        if kv_len != NO_KV_LEN:
+            per_batch = [*(per_batch[:2] or (None, None)), torch.full((b,), kv_len, dtype=torch.int64)]
+        pointers = tuple(0 if x is None else x.data_ptr() for x in per_batch)
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        shapes = self.full_shapes(q, k, v, captured, values)
+        captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
+        infos = self.attention.info.tensors
+        gradient_views = tuple(
+            None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
+            for info, x, s in zip(infos, gradients, shapes, strict=True)
+        )
         workspace_bytes = self.module._afc_workspace(
-            entry.index, backward, device, sizes, q_origin, k_origin, threads
+            entry.index, backward, device, sizes, q_origin, k_origin, threads, gradient_views, *pointers
         )
         workspace = (
             torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device)
@@ -290,8 +350,8 @@ class TorchGlue:
             device,
             sizes,
             tensors,
-            tuple(_captured_view(x) for x in captured),
-            (),
+            captured_views,
+            gradient_views,
             values,
             q_origin,
             k_origin,
@@ -299,6 +359,7 @@ class TorchGlue:
             workspace_bytes,
             stream,
             threads,
+            *pointers,
         )
 
     def run_forward(
@@ -307,14 +368,14 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        o, lse = self.fake_forward(q, k, v, captured, scalars, q_origin, k_origin)
+        o, lse = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
         tensors = (
             _view(q),
             _view(k),
@@ -327,7 +388,8 @@ class TorchGlue:
             None,
             None,
         )
-        self._run(entry, False, q, k, tensors, captured, scalars, q_origin, k_origin, False)
+        none: list[Tensor | None] = [None] * len(captured)
+        self._run(entry, False, q, k, v, tensors, captured, none, floats, ints, per_batch, False)
         return o, lse
 
     def fake_forward(
@@ -336,9 +398,9 @@ class TorchGlue:
         k: Tensor,
         v: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
         b, h, m, _ = q.shape
         return _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
@@ -353,15 +415,20 @@ class TorchGlue:
         o: Tensor,
         lse: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
-        dq, dk, dv = self.fake_backward(
-            d_o, dlse, q, k, v, o, lse, captured, scalars, q_origin, k_origin, deterministic
+        dq, dk, dv, _ = self.fake_backward(
+            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic, wanted
         )
+        gradients = [
+            x.new_zeros(x.shape, dtype=lse.dtype) if want else None
+            for x, want in zip(captured, wanted, strict=True)
+        ]
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
         tensors = (
@@ -376,8 +443,9 @@ class TorchGlue:
             _view(dk),
             _view(dv),
         )
-        self._run(entry, True, q, k, tensors, captured, scalars, q_origin, k_origin, deterministic)
-        return dq, dk, dv
+        self._run(entry, True, q, k, v, tensors, captured, gradients, floats, ints, per_batch, deterministic)
+        pairs = zip(captured, gradients, strict=True)
+        return dq, dk, dv, [g.to(x.dtype) for x, g in pairs if g is not None]
 
     def fake_backward(
         self,
@@ -389,21 +457,24 @@ class TorchGlue:
         o: Tensor,
         lse: Tensor,
         captured: list[Tensor],
-        scalars: list[float],
-        q_origin: int,
-        k_origin: int,
+        floats: list[float],
+        ints: list[int],
+        per_batch: list[Tensor | None],
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape))
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        gradients = [x.new_empty(x.shape) for x, want in zip(captured, wanted, strict=True) if want]
+        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape)), gradients
 
 
 def _define(library: Any, key: str) -> None:
-    common = "Tensor[] captured, float[] scalars, SymInt q_origin, SymInt k_origin"
+    # Ints are SymInt: a float in a schema, or an int among floats, would be compiled in, value by value.
+    common = "Tensor[] captured, float[] floats, SymInt[] ints, Tensor?[] per_batch"
     library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> (Tensor, Tensor)")
     library.define(
         f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
         f"{common}, "
-        "bool deterministic) -> (Tensor, Tensor, Tensor)"
+        "bool deterministic, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])"
     )
 
 
@@ -417,21 +488,16 @@ def _autograd_function(glue: TorchGlue) -> Any:
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            captured: list[Tensor],
-            scalars: list[float],
-            q_origin: int,
-            k_origin: int,
+            numbers: Numbers,
             deterministic: bool,
             return_lse: bool,
+            *captured: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            o, lse = glue.forward_op(q, k, v, captured, scalars, q_origin, k_origin)
-            ctx.save_for_backward(q, k, v, o, lse, *captured)
-            ctx.scalars, ctx.origins, ctx.deterministic, ctx.return_lse = (
-                scalars,
-                (q_origin, k_origin),
-                deterministic,
-                return_lse,
-            )
+            floats, ints, per_batch = numbers
+            o, lse = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch)
+            ctx.save_for_backward(q, k, v, o, lse, *per_batch, *captured)
+            ctx.floats, ctx.ints, ctx.per_batch = floats, ints, len(per_batch)
+            ctx.deterministic, ctx.return_lse = deterministic, return_lse
             if not return_lse:
                 ctx.mark_non_differentiable(lse)
             return o, lse
@@ -439,8 +505,10 @@ def _autograd_function(glue: TorchGlue) -> Any:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
-            q, k, v, o, lse, *captured = ctx.saved_tensors
-            dq, dk, dv = glue.backward_op(
+            q, k, v, o, lse, *others = ctx.saved_tensors
+            per_batch, captured = others[: ctx.per_batch], others[ctx.per_batch :]
+            wanted = list(ctx.needs_input_grad[FIXED_ARGUMENTS:])
+            dq, dk, dv, gradients = glue.backward_op(
                 d_o,
                 dlse if ctx.return_lse else None,
                 q,
@@ -449,10 +517,14 @@ def _autograd_function(glue: TorchGlue) -> Any:
                 o,
                 lse,
                 captured,
-                ctx.scalars,
-                *ctx.origins,
+                ctx.floats,
+                ctx.ints,
+                per_batch,
                 ctx.deterministic,
+                wanted,
             )
-            return dq, dk, dv, None, None, None, None, None, None
+            found = iter(gradients)
+            none = [None] * (FIXED_ARGUMENTS - 3)
+            return dq, dk, dv, *none, *(next(found) if want else None for want in wanted)
 
     return AttentionFunction.apply

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from afc.errors import UsageError
 from afc.expr.interval import Interval, interval
-from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, inline_lets
+from afc.expr.nodes import Const, Expr, Op, Type, Var, const, inline_lets
 from afc.expr.operators import add, mul
-from afc.expr.simplify import simplify_formula
-from afc.ir.program import Program, Rotation
-from afc.ir.rotation import distinct_entries
+from afc.expr.simplify import logarithm
+from afc.ir.program import Program, Rotation, RowStep
+from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Buffer, Pass, Semantics
 from afc.masks import derive
 
@@ -36,19 +36,9 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
         gradient.constant,
         derive(s.formula for s in program.masks),
         program.normalizer.has_sum,
-        _log_extra(program.normalizer.extra),
+        None if program.normalizer.extra is None else logarithm(program.normalizer.extra),
+        program.captured_reads,
     )
-
-
-def _log_extra(extra: Formula | None) -> Formula | None:
-    """log(extra), as a formula; of exp(e) it is e, which exists where exp(e) overflows."""
-    if extra is None:
-        return None
-    match extra.result:
-        case Op(name="exp", args=(exponent,)):
-            return Formula((exponent,), extra.lets)
-        case result:
-            return simplify_formula(Formula((Op("log", (result,), Type.FLOAT),), extra.lets))
 
 
 def check_softmax(program: Program, name: str) -> None:
@@ -60,6 +50,28 @@ def check_softmax(program: Program, name: str) -> None:
             f"normalizer `{normalizer.call}` of `{program.name}`: target `{name}` compiles "
             "exp(s) / sum(exp(s)) only",
             hint="build for the CPU with `--backend cpu`, or use `softmax`",
+        )
+
+
+def check_steps(program: Program, name: str) -> None:
+    """Raises UsageError E0411 for a row block on q or k, which the target does not compute."""
+    for step in (*program.q_steps, *program.k_steps):
+        if isinstance(step, RowStep):
+            raise UsageError.of(
+                "E0411",
+                f"row block `{step.call}` of `{program.name}`: target `{name}` rotates rows only",
+                hint="build for the CPU with `--backend cpu`, or normalise q and k in PyTorch",
+            )
+
+
+def check_captured(program: Program, name: str) -> None:
+    """Raises UsageError E0411 for a gradient of a captured tensor, which the target does not compute."""
+    wanted = [t.name for t in program.tensors if t.grad]
+    if wanted:
+        raise UsageError.of(
+            "E0411",
+            f"gradient of `{wanted[0]}` of `{program.name}`: target `{name}` computes only those of q, k, v",
+            hint="build for the CPU with `--backend cpu`, or drop `grad`",
         )
 
 
@@ -131,28 +143,38 @@ def rotation_buffers(
     q_table: tuple[Pass, ...],
     k_table: tuple[Pass, ...],
 ) -> list[Buffer]:
-    """Rotated rows and coefficient tables, in the passes that need them."""
+    """Rotated rows and coefficient tables, in the passes that need them.
+
+    A table is [rows, width], and there is one for each batch entry or head that the coefficients depend on.
+    """
     buffers: list[Buffer] = []
     operands = (
-        ("q", "H", "M", meaning.q_rotations, q_rows, q_table),
-        ("k", "Hk", "N", meaning.k_rotations, k_rows, k_table),
+        ("q", "H", "M", meaning.q_steps, meaning.q_rotations, q_rows, q_table),
+        ("k", "Hk", "N", meaning.k_steps, meaning.k_rotations, k_rows, k_table),
     )
-    for name, heads, rows, rotations, rotated_in, table_in in operands:
-        if rotations:
+    for name, heads, rows, steps, rotations, rotated_in, table_in in operands:
+        if steps:
             buffers.append(
                 Buffer(
                     f"{name}_rotated", meaning.storage, size("B", heads, rows, meaning.head_qk), rotated_in
                 )
             )
-            buffers.append(
-                Buffer(f"{name}_table", meaning.compute, size(rows, table_width(rotations)), table_in)
-            )
+        if rotations:
+            reads = dependence(rotations)
+            tables = ("B",) * reads.batch + (heads,) * reads.head
+            count = size(*tables, rows, table_width(rotations))
+            buffers.append(Buffer(f"{name}_table", meaning.compute, count, table_in))
     return buffers
 
 
 def table_width(rotations: tuple[Rotation, ...]) -> int:
     """Values of a row of an operand's coefficient table."""
-    return sum(coefficient_count(r) * value(r.width) // 2 for r in rotations)
+    return sum(map(table_part, rotations))
+
+
+def table_part(rotation: Rotation) -> int:
+    """Values of a rotation in a row of the table: even, so that pairs of values can be read at once."""
+    return (coefficient_count(rotation) * (value(rotation.width) // 2) + 1) // 2 * 2
 
 
 def tiles(rows: str, tile: int) -> Expr:

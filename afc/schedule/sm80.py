@@ -12,11 +12,14 @@ from afc.expr.nodes import Expr, Op, Type, Var, const
 from afc.expr.operators import add, call, mul
 from afc.expr.simplify import simplify
 from afc.ir.program import Program, Rotation
+from afc.ir.rotation import dependence
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
 from afc.schedule.common import (
+    check_captured,
     check_heads,
     check_softmax,
+    check_steps,
     check_storage,
     items,
     rotation_buffers,
@@ -33,6 +36,8 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
     check_softmax(program, "cuda")
+    check_steps(program, "cuda")
+    check_captured(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
@@ -91,7 +96,8 @@ def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[La
     """The kernel of coefficients and rotated rows, if the program rotates. `written`: operands whose rows it
     writes.
 
-    Blocks in x: tiles of the rows of q, then of k; in y: shares of the (batch, head)s.
+    Blocks in x: tiles of the rows of q, then of k; in y: shares of the (batch, head)s, of rows to write or of
+    tables that depend on them.
     """
     operands = [
         (operand, rows, heads)
@@ -106,7 +112,8 @@ def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[La
     x: Expr = const(0)
     for _, rows, _ in operands:
         x = simplify(add(x, tiles(rows, sm80.ROTATE_ROWS)))
-    heads = [h for operand, _, h in operands if operand in written]
+    several = {"q": not dependence(meaning.q_rotations).plain, "k": not dependence(meaning.k_rotations).plain}
+    heads = [h for operand, _, h in operands if operand in written or several[operand]]
     most: Expr = const(0) if not heads else Var(heads[0], Type.INT)  # H is a multiple of Hk
     shares = call("max", const(1), _shares(most)) if heads else const(1)
     kernel = ops.rotate(name, Tile(sm80.ROTATE_ROWS, sm80.ROTATE_ROWS))

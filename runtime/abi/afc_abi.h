@@ -78,11 +78,13 @@ typedef struct afc_args {
   int32_t reserved0;
   void *buffer[AFC_MAX_BUFFERS]; // set by the module: parts of the workspace
 
-  // Reserved: what later kernels need. All must be zero in version 1.
+  // What follows must be zero unless said otherwise: reserved for later kernels.
   const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
   int64_t max_q, max_k;
   const int32_t *page_table;
   int64_t page_stride, page_size;
+  // [B] each, or null; read by CPU modules. Origins replace q_origin and k_origin; keys n >= kv_len of a batch
+  // are never read, contribute nothing and get gradient 0.
   const int64_t *q_origin_per_batch, *k_origin_per_batch, *kv_len_per_batch;
   const void *q_pos, *k_pos;
   int32_t num_splits, split_index;

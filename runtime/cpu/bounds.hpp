@@ -418,6 +418,12 @@ template <class Test> AFC_FN RunList runs_of(Run *memory, int tile, int64_t leng
   return runs;
 }
 
+// The part of the runs below index `end`; some may become empty.
+AFC_FN RunList run_below(const RunList &runs, int64_t end) {
+  for (int k = 0; k < runs.count; ++k) runs.run[k] = run_below(runs.run[k], end);
+  return runs;
+}
+
 template <class Visit> AFC_FN void walk(const RunList &runs, int tile, Visit visit) {
   for (int k = 0; k < runs.count; ++k) walk(runs.run[k], tile, visit);
 }

@@ -67,19 +67,41 @@ AFC_FN int check_tensors(const afc_args &args, bool backward, int64_t head_qk, i
   return AFC_OK;
 }
 
-// Captured tensors: the first `captured` are the attention's own; no other may be set, and none takes a
-// gradient.
-AFC_FN int check_captured(const afc_args &args, int captured) {
+// Captured tensors: the first `captured` are the attention's own; no other may be set. Those with a bit in
+// `gradients` may take a gradient.
+AFC_FN int check_captured(const afc_args &args, int captured, unsigned gradients) {
   for (int k = 0; k < AFC_MAX_CAPTURED; ++k) {
-    if (args.grad_captured[k].data != nullptr) {
+    if (args.grad_captured[k].data != nullptr && (gradients >> k & 1) == 0) {
       return afc_fail(AFC_UNSUPPORTED,
-                      "grad_captured[%d]: this module computes no gradient of captured tensors", k);
+                      "grad_captured[%d]: this module computes no gradient of this captured tensor", k);
     }
     if (k >= captured && args.captured[k].data != nullptr) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: expected %d captured tensors, got more", k, captured);
     }
   }
   return AFC_OK;
+}
+
+// A value per batch, where the call has one: the smallest and the largest that is allowed.
+AFC_FN int check_per_batch(const char *name, const int64_t *values, int64_t batch, int64_t low, int64_t high) {
+  for (int64_t b = 0; values != nullptr && b < batch; ++b) {
+    if (values[b] >= low && values[b] <= high) continue;
+    return afc_fail(AFC_BAD_ARGUMENT, "%s: expected values in %lld..%lld, got %lld for batch %lld", name,
+                    static_cast<long long>(low), static_cast<long long>(high),
+                    static_cast<long long>(values[b]), static_cast<long long>(b));
+  }
+  return AFC_OK;
+}
+
+AFC_FN int check_positions(const afc_args &args) {
+  constexpr int64_t largest = (int64_t(1) << 30) - 1;  // as for the origins of a whole call
+  if (int status = check_per_batch("q_origin", args.q_origin_per_batch, args.B, -largest, largest - args.M)) {
+    return status;
+  }
+  if (int status = check_per_batch("k_origin", args.k_origin_per_batch, args.B, -largest, largest - args.N)) {
+    return status;
+  }
+  return check_per_batch("kv_len", args.kv_len_per_batch, args.B, 0, args.N);
 }
 
 AFC_FN int check_workspace(const afc_args &args, int64_t needed) {
@@ -120,11 +142,28 @@ AFC_FN int check_execution(const afc_args &args) {
 }
 
 AFC_FN int check_call(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v, int captured,
-                      int64_t needed) {
+                      int64_t needed, unsigned gradients = 0) {
   if (int status = check_execution(args)) return status;
   if (int status = check_tensors(args, backward, head_qk, head_v)) return status;
-  if (int status = check_captured(args, captured)) return status;
+  if (int status = check_captured(args, captured, backward ? gradients : 0)) return status;
+  if (int status = check_positions(args)) return status;
   return check_workspace(args, needed);
+}
+
+// ---- what differs between the batches of a call -------------------------------------------------
+
+// Number of keys of a batch: rows of k and v from here on are never read.
+AFC_FN int64_t key_count(const afc_args &args, int64_t b) {
+  return args.kv_len_per_batch != nullptr ? args.kv_len_per_batch[b] : args.N;
+}
+
+// The arguments with the origins of batch b; a copy in `own` only where batches have their own.
+AFC_FN const afc_args &args_of_batch(const afc_args &args, int64_t b, afc_args &own) {
+  if (args.q_origin_per_batch == nullptr && args.k_origin_per_batch == nullptr) return args;
+  own = args;
+  if (args.q_origin_per_batch != nullptr) own.q_origin = args.q_origin_per_batch[b];
+  if (args.k_origin_per_batch != nullptr) own.k_origin = args.k_origin_per_batch[b];
+  return own;
 }
 
 }  // namespace afc

@@ -14,6 +14,12 @@ namespace afc {
 using ::Run;
 using ::Runs;
 
+// The part of a run below index `end`.
+AFC_FN Run run_below(const Run &run, int64_t end) {
+  const auto cut = [end](int index) { return int(min(int64_t(index), end)); };
+  return Run{cut(run.begin), cut(run.full_begin), cut(run.full_end), cut(run.end)};
+}
+
 // Calls visit(first, count, full) for pieces of at most `tile` indices: first those that need the element
 // test, then the full ones. A piece never straddles the border between the two.
 template <class Visit> AFC_FN void walk(const Run &run, int tile, Visit visit) {
@@ -26,7 +32,13 @@ template <class Visit> AFC_FN void walk(const Run &run, int tile, Visit visit) {
   }
 }
 
-// The same for several runs, one after the other.
+// The same of several runs; some may become empty.
+template <int N> AFC_FN Runs<N> run_below(Runs<N> runs, int64_t end) {
+  for (int k = 0; k < runs.count; ++k) runs.run[k] = run_below(runs.run[k], end);
+  return runs;
+}
+
+// The same walk over several runs, one after the other.
 template <int N, class Visit> AFC_FN void walk(const Runs<N> &runs, int tile, Visit visit) {
   for (int k = 0; k < runs.count; ++k) walk(runs.run[k], tile, visit);
 }

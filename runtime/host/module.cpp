@@ -25,6 +25,7 @@ const afc_module *table;
 
 constexpr int kSizeCount = 5;  // B, Hq, Hk, M, N
 constexpr int kTensorCount = 10;
+constexpr int kPerBatchCount = 3;
 constexpr int kMaxRank = 4;
 constexpr uintptr_t kWorkspaceAlignment = 256;
 
@@ -184,10 +185,25 @@ bool read_bool(PyObject *object, int *out) {
   return *out >= 0;
 }
 
+// The last kPerBatchCount arguments may be left out.
 bool check_count(const char *function, Py_ssize_t expected, Py_ssize_t got) {
-  if (got == expected) return true;
+  if (got == expected || got == expected + kPerBatchCount) return true;
   PyErr_Format(PyExc_TypeError, "%s: expected %zd positional arguments, got %zd", function, expected, got);
   return false;
+}
+
+// Addresses of q_origin, k_origin and kv_len per batch, each 0 for none.
+bool read_per_batch(PyObject *const *argv, Py_ssize_t argc, Py_ssize_t first, afc_args *args) {
+  if (argc == first) return true;
+  void *address[kPerBatchCount];
+  const char *const names[kPerBatchCount] = {"q_origin_per_batch", "k_origin_per_batch", "kv_len_per_batch"};
+  for (int i = 0; i < kPerBatchCount; ++i) {
+    if (!read_pointer(argv[first + i], names[i], &address[i])) return false;
+  }
+  args->q_origin_per_batch = static_cast<const int64_t *>(address[0]);
+  args->k_origin_per_batch = static_cast<const int64_t *>(address[1]);
+  args->kv_len_per_batch = static_cast<const int64_t *>(address[2]);
+  return true;
 }
 
 // ---- calls --------------------------------------------------------------------------------------
@@ -229,25 +245,28 @@ bool check_workspace(const afc_entry &entry, const afc_args &args, int backward)
   return true;
 }
 
-// _afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads) -> bytes
+// _afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads, grad_captured[,
+// q_origin_per_batch, k_origin_per_batch, kv_len_per_batch]) -> bytes
 PyObject *call_workspace(PyObject *, PyObject *const *argv, Py_ssize_t argc) {
   const afc_entry *entry = nullptr;
   int backward = 0;
   afc_args args;
   start_args(&args);
-  const bool ok = check_count("_afc_workspace", 7, argc) && read_entry(argv[0], &entry) &&
+  const bool ok = check_count("_afc_workspace", 8, argc) && read_entry(argv[0], &entry) &&
                   read_bool(argv[1], &backward) && read_int32(argv[2], "device", &args.device) &&
                   read_sizes(argv[3], &args) && read_int64(argv[4], "q_origin", &args.q_origin) &&
                   read_int64(argv[5], "k_origin", &args.k_origin) &&
-                  read_int32(argv[6], "threads", &args.threads);
+                  read_int32(argv[6], "threads", &args.threads) &&
+                  read_captured_tuple(argv[7], "grad_captured", args.grad_captured) &&
+                  read_per_batch(argv, argc, 8, &args);
   if (!ok) return nullptr;
   const int64_t bytes = afc_call_workspace(entry->workspace, &args, backward);
   return bytes < 0 ? raise_status(*entry, afc_last_status()) : PyLong_FromLongLong(bytes);
 }
 
 // _afc_run(entry, backward, flags, device, sizes, tensors, captured, grad_captured, scalars, q_origin,
-// k_origin,
-//          workspace_ptr, workspace_bytes, stream, threads)
+// k_origin, workspace_ptr, workspace_bytes, stream, threads[, q_origin_per_batch, k_origin_per_batch,
+// kv_len_per_batch])
 PyObject *call_run(PyObject *, PyObject *const *argv, Py_ssize_t argc) {
   const afc_entry *entry = nullptr;
   int backward = 0;
@@ -263,7 +282,7 @@ PyObject *call_run(PyObject *, PyObject *const *argv, Py_ssize_t argc) {
                   read_pointer(argv[11], "workspace_ptr", &args.workspace) &&
                   read_int64(argv[12], "workspace_bytes", &args.workspace_bytes) &&
                   read_pointer(argv[13], "stream", &args.stream) &&
-                  read_int32(argv[14], "threads", &args.threads);
+                  read_int32(argv[14], "threads", &args.threads) && read_per_batch(argv, argc, 15, &args);
   if (!ok) return nullptr;
   int (*function)(const afc_args *) = backward ? entry->backward : entry->forward;
   if (function == nullptr) {
@@ -354,11 +373,13 @@ int execute(PyObject *object) {
 
 PyMethodDef methods[] = {
     {"_afc_workspace", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_workspace)),
-     METH_FASTCALL, "_afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads) -> bytes"},
+     METH_FASTCALL,
+     "_afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads, grad_captured[, "
+     "q_origin_per_batch, k_origin_per_batch, kv_len_per_batch]) -> bytes"},
     {"_afc_run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_run)), METH_FASTCALL,
      "_afc_run(entry, backward, flags, device, sizes, tensors, captured, grad_captured, scalars, q_origin, "
-     "k_origin, "
-     "workspace_ptr, workspace_bytes, stream, threads)"},
+     "k_origin, workspace_ptr, workspace_bytes, stream, threads[, q_origin_per_batch, k_origin_per_batch, "
+     "kv_len_per_batch])"},
     {nullptr, nullptr, 0, nullptr},
 };
 

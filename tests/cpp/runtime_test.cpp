@@ -77,7 +77,6 @@ static void test_reserved() {
       {"max_q", [](afc_args *a, const int32_t *) { a->max_q = 1; }},
       {"page_size", [](afc_args *a, const int32_t *) { a->page_size = 1; }},
       {"q_pos", [](afc_args *a, const int32_t *p) { a->q_pos = p; }},
-      {"kv_len_per_batch", [](afc_args *a, const int32_t *p) { a->kv_len_per_batch = (const int64_t *)p; }},
       {"num_splits", [](afc_args *a, const int32_t *) { a->num_splits = 2; }},
       {"out_dtype", [](afc_args *a, const int32_t *) { a->out_dtype = 1; }},
   };

@@ -86,10 +86,10 @@ def test_opcheck() -> None:
     glue = kernel.alibi_lm.glue
     q, k, v = sample(requires_grad=False)
     slope = torch.rand(4)
-    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], 0, 0))
-    o, lse = glue.forward_op(q, k, v, [slope], [], 0, 0)
+    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], []))
+    o, lse = glue.forward_op(q, k, v, [slope], [], [0, 0, -1], [])
     torch.library.opcheck(
-        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], 0, 0, False)
+        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], [0, 0, -1], [], False)
     )
 
 
@@ -97,7 +97,7 @@ def test_opcheck() -> None:
 def test_opcheck_strides(layout: str) -> None:
     glue = module("llama").llama.glue
     q, k, v = inputs(2, 4, 2, 17, 23, 64, 64, torch.float32, layout=layout)
-    torch.library.opcheck(glue.forward_op, (q, k, v, [], [], 0, 0))
+    torch.library.opcheck(glue.forward_op, (q, k, v, [], [], [0, 0, -1], []))
 
 
 def test_checkpoint_deepcopy_and_autocast() -> None:
@@ -128,7 +128,7 @@ def test_signature_and_documentation() -> None:
     attention = module("mistral").mistral
     assert (
         str(inspect.signature(attention))
-        == "(q, k, v, *, w, q_origin=0, k_origin=0, return_lse=False, deterministic=False)"
+        == "(q, k, v, *, w, q_origin=None, k_origin=0, kv_len=None, return_lse=False, deterministic=False)"
     )
     assert "Mistral 7B" in attention.__doc__ and "w: int > 0" in attention.__doc__
 
@@ -200,13 +200,37 @@ CASES = {
         "unexpected argument `window`; its named arguments are w,",
         lambda a, o: o.__setitem__("window", 3),
     ),
-    "kv_len": (NotImplementedError, "kv_len", lambda a, o: o.__setitem__("kv_len", 3)),
-    "origin tensor": (
-        NotImplementedError,
-        "q_origin",
-        lambda a, o: o.__setitem__("q_origin", torch.tensor(3)),
+    "kv_len range": (
+        ValueError,
+        r"kv_len: expected a number of keys in 0..30, got 31",
+        lambda a, o: o.__setitem__("kv_len", 31),
     ),
-    "origin range": (ValueError, "q_origin", lambda a, o: o.__setitem__("q_origin", 2**31)),
+    "kv_len of a batch": (
+        ValueError,
+        r"kv_len: expected values in 0..30, got -2 for batch 1",
+        lambda a, o: o.__setitem__("kv_len", torch.tensor([30, -2])),
+    ),
+    "kv_len shape": (
+        ValueError,
+        r"kv_len: expected shape \[\] or \[2\], got \(3,\)",
+        lambda a, o: o.__setitem__("kv_len", torch.tensor([1, 2, 3])),
+    ),
+    "origin type": (TypeError, "k_origin: expected an int", lambda a, o: o.__setitem__("k_origin", 1.5)),
+    "origin dtype": (
+        TypeError,
+        "q_origin: expected an int32 or int64 tensor, got torch.float32",
+        lambda a, o: o.__setitem__("q_origin", torch.tensor(3.0)),
+    ),
+    "origin of a batch": (
+        ValueError,
+        "q_origin: expected values in .*, got 1099511627776 for batch 0",
+        lambda a, o: o.__setitem__("q_origin", torch.tensor(2**40)),
+    ),
+    "origin range": (
+        ValueError,
+        "q_origin: expected positions below",
+        lambda a, o: o.__setitem__("q_origin", 2**31),
+    ),
 }
 
 
@@ -352,7 +376,7 @@ def test_raw_calls_check_their_scalars() -> None:
     views = tuple((x.data_ptr(), *x.stride()) for x in tensors)
     lse = torch.zeros(1, 1, 1)
     views = (*views, (lse.data_ptr(), 1, 1, 1, 1), None, None, None, None, None)
-    size = kernel._afc_workspace(0, False, -1, sizes, 0, 0, 1)
+    size = kernel._afc_workspace(0, False, -1, sizes, 0, 0, 1, ())
     memory = torch.empty(size + 256, dtype=torch.uint8)
     pointer = (memory.data_ptr() + 255) // 256 * 256
     for w, wrong in ((5, False), (0, True), (2**40, True)):

@@ -28,6 +28,10 @@ MATRIX = (
     ("streaming", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("longformer", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("llama4_local", (128,), ("sm_86", "sm_90"), ("bfloat16",)),
+    ("qwen2_vl", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("axial_vit", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("llama_tables", (128,), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("speculative", (64,), ("sm_80", "sm_86"), ("float16",)),
 )
 
 

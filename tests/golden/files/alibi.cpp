@@ -162,9 +162,11 @@ AFC_FN void store_output(const afc_args &args, int64_t b, int64_t h, int64_t m, 
 }
 
 // One query tile of one head.
-AFC_FN void forward_tile(const afc_args &args, int64_t task, ForwardScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.M, QUERY_TILE);
-  const int64_t b = task / tiles / args.Hq, h = task / tiles % args.Hq, h_kv = h / (args.Hq / args.Hk);
+AFC_FN void forward_tile(const afc_args &call, int64_t task, ForwardScratch &t) {
+  const int64_t tiles = afc::ceil_div(call.M, QUERY_TILE);
+  const int64_t b = task / tiles / call.Hq, h = task / tiles % call.Hq, h_kv = h / (call.Hq / call.Hk);
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = (tiles - 1 - task % tiles) * QUERY_TILE;  // last rows, the longest if causal, first
   const int rows = int(afc::min(int64_t(QUERY_TILE), args.M - first));
   const int panels = int(afc::ceil_div(rows, LANES));
@@ -180,7 +182,7 @@ AFC_FN void forward_tile(const afc_args &args, int64_t task, ForwardScratch &t) 
     set_lanes(t.lanes[p], first + p * LANES, args.M, args.q_origin);
   }
 
-  const Run run = key_run(args, int(first), int(first + rows - 1));
+  const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
     afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
     afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
@@ -278,10 +280,12 @@ AFC_FN void store_query_gradient(const afc_args &args, int64_t b, int64_t h,
 }
 
 // One query tile of one head.
-AFC_FN void query_gradient_tile(const afc_args &args, const Workspace &w, int64_t task,
+AFC_FN void query_gradient_tile(const afc_args &call, const Workspace &w, int64_t task,
                                 QueryGradientScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.M, QUERY_TILE), head = task / tiles;
-  const int64_t b = head / args.Hq, h = head % args.Hq, h_kv = h / (args.Hq / args.Hk);
+  const int64_t tiles = afc::ceil_div(call.M, QUERY_TILE), head = task / tiles;
+  const int64_t b = head / call.Hq, h = head % call.Hq, h_kv = h / (call.Hq / call.Hk);
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = (tiles - 1 - task % tiles) * QUERY_TILE;  // last rows first, as in forward
   const int rows = int(afc::min(int64_t(QUERY_TILE), args.M - first));
   const int panels = int(afc::ceil_div(rows, LANES));
@@ -302,7 +306,7 @@ AFC_FN void query_gradient_tile(const afc_args &args, const Workspace &w, int64_
     }
   }
 
-  const Run run = key_run(args, int(first), int(first + rows - 1));
+  const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
     afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
     afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
@@ -398,12 +402,26 @@ AFC_FN void store_key_gradient(const afc_args &args, int64_t b, int64_t h,
   afc::store_row(afc::matrix<Element>(args.dk, b, h).row(n), row, HEAD_QK);
 }
 
+// Rows first .. last - 1 of dK and dV are 0: those of keys that are not there.
+AFC_FN void clear_key_gradients(const afc_args &args, int64_t b, int64_t h_kv, int64_t first, int64_t last) {
+  const Real zeros[PITCH_QK + PITCH_V] = {};
+  for (int64_t n = first; n < last; ++n) {
+    afc::store_row(afc::matrix<Element>(args.dk, b, h_kv).row(n), zeros, HEAD_QK);
+    afc::store_row(afc::matrix<Element>(args.dv, b, h_kv).row(n), zeros, HEAD_V);
+  }
+}
+
 // One key tile of one key head: no other task touches its rows of dK and dV.
-AFC_FN void key_gradient_tile(const afc_args &args, const Workspace &w, int64_t task, KeyGradientScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.N, LANE_KEY_TILE);
-  const int64_t head = task / tiles, b = head / args.Hk, h_kv = head % args.Hk;
+AFC_FN void key_gradient_tile(const afc_args &call, const Workspace &w, int64_t task, KeyGradientScratch &t) {
+  const int64_t tiles = afc::ceil_div(call.N, LANE_KEY_TILE);
+  const int64_t head = task / tiles, b = head / call.Hk, h_kv = head % call.Hk;
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = task % tiles * LANE_KEY_TILE, group = args.Hq / args.Hk;
-  const int rows = int(afc::min(int64_t(LANE_KEY_TILE), args.N - first));
+  const int64_t keys = afc::key_count(args, b), last = afc::min(first + LANE_KEY_TILE, args.N);
+  clear_key_gradients(args, b, h_kv, afc::max(first, keys), last);
+  if (first >= keys) return;
+  const int rows = int(afc::min(last, keys) - first);
   const int panels = int(afc::ceil_div(rows, LANES));
   const Rows K = afc::matrix<const Element>(args.k, b, h_kv), V = afc::matrix<const Element>(args.v, b, h_kv);
 
@@ -411,7 +429,7 @@ AFC_FN void key_gradient_tile(const afc_args &args, const Workspace &w, int64_t 
   afc::load_panels(t.v[0][0], t.row, V, first, rows, HEAD_V);
   std::memset(t.dk, 0, sizeof t.dk);
   std::memset(t.dv, 0, sizeof t.dv);
-  for (int p = 0; p < panels; ++p) set_lanes(t.lanes[p], first + p * LANES, args.N, args.k_origin);
+  for (int p = 0; p < panels; ++p) set_lanes(t.lanes[p], first + p * LANES, keys, args.k_origin);
 
   const Run run = query_run(args, int(first), int(first + rows - 1));
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) add_head(args, w, b, h, run, panels, t);

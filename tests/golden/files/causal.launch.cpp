@@ -68,6 +68,17 @@ int check(const afc_args &args, bool backward) {
   if (backward && (args.flags & AFC_DETERMINISTIC)) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
   }
+  const struct {
+    const char *name;
+    const int64_t *values;
+  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
+                   {"k_origin_per_batch", args.k_origin_per_batch},
+                   {"kv_len_per_batch", args.kv_len_per_batch}};
+  for (const auto &field : per_batch) {
+    if (field.values != nullptr) {
+      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
+    }
+  }
   for (int n = 0; n < AFC_MAX_CAPTURED; ++n) {
     if (args.grad_captured[n].data != nullptr) {
       return afc_fail(AFC_UNSUPPORTED, "grad_captured[%d]: this module computes no gradient of captured tensors", n);

@@ -148,14 +148,26 @@ struct Workspace {
 
 // ---- rotations -------------------------------------------------------------
 
-// Table rows first .. last - 1 of q: for each rotation, coefficient k of all pairs before coefficient k + 1.
+// Which table of coefficients serves which head of q.
+AFC_FN afc::Tables q_tables(const afc_args &args) {
+  return {args.B, args.Hq, args.q_origin_per_batch != nullptr, false};
+}
+
+// The coefficients of row r of head h of q in batch b.
+AFC_FN const Real *q_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t h, int64_t r) {
+  return w.q_table + (q_tables(args).of(b, h) * args.M + r) * Q_TABLE_WIDTH;
+}
+
+// Rows first .. last - 1 of a table of q: for each rotation, coefficient k of all pairs before coefficient k + 1.
 // Positions vary fastest, so that what depends on the pair alone is computed once for all of them.
-AFC_FN void tabulate_q(int64_t first, int64_t last, int64_t origin, Real *table) {
+AFC_FN void tabulate_q(const afc_args &args, const Workspace &w, int64_t table, int64_t first, int64_t last) {
+  const int64_t b = q_tables(args).batch(table);
+  const int64_t origin = args.q_origin_per_batch != nullptr ? args.q_origin_per_batch[b] : args.q_origin;
   for (int pair = 0; pair < 32; ++pair) {
     for (int64_t r = first; r < last; ++r) {
       Real c[2];
       rotate_q_coefficients_0(int(r + origin), pair, c);
-      Real *to = table + r * Q_TABLE_WIDTH + 0 + pair;
+      Real *to = w.q_table + (table * args.M + r) * Q_TABLE_WIDTH + 0 + pair;
       for (int k = 0; k < 2; ++k) to[k * 32] = c[k];
     }
   }
@@ -191,14 +203,26 @@ AFC_FN void rotate_q_transposed(Real *row, const Real *table) {
   }
 }
 
-// Table rows first .. last - 1 of k: for each rotation, coefficient k of all pairs before coefficient k + 1.
+// Which table of coefficients serves which head of k.
+AFC_FN afc::Tables k_tables(const afc_args &args) {
+  return {args.B, args.Hk, args.k_origin_per_batch != nullptr, false};
+}
+
+// The coefficients of row r of head h of k in batch b.
+AFC_FN const Real *k_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t h, int64_t r) {
+  return w.k_table + (k_tables(args).of(b, h) * args.N + r) * K_TABLE_WIDTH;
+}
+
+// Rows first .. last - 1 of a table of k: for each rotation, coefficient k of all pairs before coefficient k + 1.
 // Positions vary fastest, so that what depends on the pair alone is computed once for all of them.
-AFC_FN void tabulate_k(int64_t first, int64_t last, int64_t origin, Real *table) {
+AFC_FN void tabulate_k(const afc_args &args, const Workspace &w, int64_t table, int64_t first, int64_t last) {
+  const int64_t b = k_tables(args).batch(table);
+  const int64_t origin = args.k_origin_per_batch != nullptr ? args.k_origin_per_batch[b] : args.k_origin;
   for (int pair = 0; pair < 32; ++pair) {
     for (int64_t r = first; r < last; ++r) {
       Real c[2];
       rotate_k_coefficients_0(int(r + origin), pair, c);
-      Real *to = table + r * K_TABLE_WIDTH + 0 + pair;
+      Real *to = w.k_table + (table * args.N + r) * K_TABLE_WIDTH + 0 + pair;
       for (int k = 0; k < 2; ++k) to[k * 32] = c[k];
     }
   }
@@ -277,9 +301,11 @@ AFC_FN void store_output(const afc_args &args, int64_t b, int64_t h, int64_t m, 
 }
 
 // One query tile of one head.
-AFC_FN void forward_tile(const afc_args &args, int64_t task, ForwardScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.M, QUERY_TILE);
-  const int64_t b = task / tiles / args.Hq, h = task / tiles % args.Hq, h_kv = h / (args.Hq / args.Hk);
+AFC_FN void forward_tile(const afc_args &call, int64_t task, ForwardScratch &t) {
+  const int64_t tiles = afc::ceil_div(call.M, QUERY_TILE);
+  const int64_t b = task / tiles / call.Hq, h = task / tiles % call.Hq, h_kv = h / (call.Hq / call.Hk);
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = (tiles - 1 - task % tiles) * QUERY_TILE;  // last rows, the longest if causal, first
   const int rows = int(afc::min(int64_t(QUERY_TILE), args.M - first));
   const int panels = int(afc::ceil_div(rows, LANES));
@@ -295,7 +321,7 @@ AFC_FN void forward_tile(const afc_args &args, int64_t task, ForwardScratch &t) 
     set_lanes(t.lanes[p], first + p * LANES, args.M, args.q_origin);
   }
 
-  const Run run = key_run(args, int(first), int(first + rows - 1));
+  const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
     afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
     afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
@@ -388,15 +414,17 @@ AFC_FN void differentiate_keys(QueryGradientScratch &t, int p, int n_first, int 
 AFC_FN void store_query_gradient(const afc_args &args, const Workspace &w, int64_t b, int64_t h,
                                  int64_t m, Real *row) {
   for (int d = 0; d < HEAD_QK; ++d) row[d] *= GRADIENT_SCALE;
-  rotate_q_transposed(row, w.q_table + m * Q_TABLE_WIDTH);
+  rotate_q_transposed(row, q_table_row(args, w, b, h, m));
   afc::store_row(afc::matrix<Element>(args.dq, b, h).row(m), row, HEAD_QK);
 }
 
 // One query tile of one head.
-AFC_FN void query_gradient_tile(const afc_args &args, const Workspace &w, int64_t task,
+AFC_FN void query_gradient_tile(const afc_args &call, const Workspace &w, int64_t task,
                                 QueryGradientScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.M, QUERY_TILE), head = task / tiles;
-  const int64_t b = head / args.Hq, h = head % args.Hq, h_kv = h / (args.Hq / args.Hk);
+  const int64_t tiles = afc::ceil_div(call.M, QUERY_TILE), head = task / tiles;
+  const int64_t b = head / call.Hq, h = head % call.Hq, h_kv = h / (call.Hq / call.Hk);
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = (tiles - 1 - task % tiles) * QUERY_TILE;  // last rows first, as in forward
   const int rows = int(afc::min(int64_t(QUERY_TILE), args.M - first));
   const int panels = int(afc::ceil_div(rows, LANES));
@@ -417,7 +445,7 @@ AFC_FN void query_gradient_tile(const afc_args &args, const Workspace &w, int64_
     }
   }
 
-  const Run run = key_run(args, int(first), int(first + rows - 1));
+  const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
     afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
     afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
@@ -510,16 +538,30 @@ AFC_FN void add_head(const afc_args &args, const Workspace &w, int64_t b, int64_
 AFC_FN void store_key_gradient(const afc_args &args, const Workspace &w, int64_t b, int64_t h,
                                int64_t n, Real *row) {
   for (int d = 0; d < HEAD_QK; ++d) row[d] *= GRADIENT_SCALE;
-  rotate_k_transposed(row, w.k_table + n * K_TABLE_WIDTH);
+  rotate_k_transposed(row, k_table_row(args, w, b, h, n));
   afc::store_row(afc::matrix<Element>(args.dk, b, h).row(n), row, HEAD_QK);
 }
 
+// Rows first .. last - 1 of dK and dV are 0: those of keys that are not there.
+AFC_FN void clear_key_gradients(const afc_args &args, int64_t b, int64_t h_kv, int64_t first, int64_t last) {
+  const Real zeros[PITCH_QK + PITCH_V] = {};
+  for (int64_t n = first; n < last; ++n) {
+    afc::store_row(afc::matrix<Element>(args.dk, b, h_kv).row(n), zeros, HEAD_QK);
+    afc::store_row(afc::matrix<Element>(args.dv, b, h_kv).row(n), zeros, HEAD_V);
+  }
+}
+
 // One key tile of one key head: no other task touches its rows of dK and dV.
-AFC_FN void key_gradient_tile(const afc_args &args, const Workspace &w, int64_t task, KeyGradientScratch &t) {
-  const int64_t tiles = afc::ceil_div(args.N, LANE_KEY_TILE);
-  const int64_t head = task / tiles, b = head / args.Hk, h_kv = head % args.Hk;
+AFC_FN void key_gradient_tile(const afc_args &call, const Workspace &w, int64_t task, KeyGradientScratch &t) {
+  const int64_t tiles = afc::ceil_div(call.N, LANE_KEY_TILE);
+  const int64_t head = task / tiles, b = head / call.Hk, h_kv = head % call.Hk;
+  afc_args own;
+  const afc_args &args = afc::args_of_batch(call, b, own);
   const int64_t first = task % tiles * LANE_KEY_TILE, group = args.Hq / args.Hk;
-  const int rows = int(afc::min(int64_t(LANE_KEY_TILE), args.N - first));
+  const int64_t keys = afc::key_count(args, b), last = afc::min(first + LANE_KEY_TILE, args.N);
+  clear_key_gradients(args, b, h_kv, afc::max(first, keys), last);
+  if (first >= keys) return;
+  const int rows = int(afc::min(last, keys) - first);
   const int panels = int(afc::ceil_div(rows, LANES));
   const Rows K = afc::matrix<const Element>(args.k, b, h_kv), V = afc::matrix<const Element>(args.v, b, h_kv);
 
@@ -527,7 +569,7 @@ AFC_FN void key_gradient_tile(const afc_args &args, const Workspace &w, int64_t 
   afc::load_panels(t.v[0][0], t.row, V, first, rows, HEAD_V);
   std::memset(t.dk, 0, sizeof t.dk);
   std::memset(t.dv, 0, sizeof t.dv);
-  for (int p = 0; p < panels; ++p) set_lanes(t.lanes[p], first + p * LANES, args.N, args.k_origin);
+  for (int p = 0; p < panels; ++p) set_lanes(t.lanes[p], first + p * LANES, keys, args.k_origin);
 
   const Run run = query_run(args, int(first), int(first + rows - 1));
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) add_head(args, w, b, h, run, panels, t);
@@ -551,9 +593,9 @@ Workspace lay_out(const afc_args &args, bool backward) {
   afc::Cursor cursor{args.workspace, 0};
   Workspace w{};
   w.q_rotated = cursor.take<Element>(args.B * args.Hq * args.M * 64);
-  w.q_table = cursor.take<Real>(args.M * 64);
+  w.q_table = cursor.take<Real>(q_tables(args).count() * args.M * Q_TABLE_WIDTH);
   w.k_rotated = cursor.take<Element>(args.B * args.Hk * args.N * 64);
-  w.k_table = cursor.take<Real>(args.N * 64);
+  w.k_table = cursor.take<Real>(k_tables(args).count() * args.N * K_TABLE_WIDTH);
   if (backward) w.delta = cursor.take<Real>(args.B * args.Hq * args.M);
   w.scratch = cursor.take<ForwardScratch>(backward ? 0 : args.threads);
   if (backward) w.scratch = cursor.take<BackwardScratch>(args.threads);
@@ -564,13 +606,15 @@ Workspace lay_out(const afc_args &args, bool backward) {
 // Replaces q and k by rotated copies.
 void rotate(afc_args &args, const Workspace &w) {
   afc::rotate_operand<HEAD_QK>(
-      args.threads, args.B, args.Hq, args.M, args.q, w.q_rotated, w.q_table, Q_TABLE_WIDTH,
-      [&](int64_t first, int64_t last) { tabulate_q(first, last, args.q_origin, w.q_table); },
-      [](Real *row, const Real *coefficients) { rotate_q(row, coefficients); });
+      args.threads, q_tables(args), args.M, args.q, w.q_rotated, w.q_table, Q_TABLE_WIDTH,
+      [&](int64_t) { return args.M; },
+      [&](int64_t table, int64_t first, int64_t last) { tabulate_q(args, w, table, first, last); },
+      [](int64_t, int64_t, int64_t, Real *row, const Real *coefficients) { rotate_q(row, coefficients); });
   afc::rotate_operand<HEAD_QK>(
-      args.threads, args.B, args.Hk, args.N, args.k, w.k_rotated, w.k_table, K_TABLE_WIDTH,
-      [&](int64_t first, int64_t last) { tabulate_k(first, last, args.k_origin, w.k_table); },
-      [](Real *row, const Real *coefficients) { rotate_k(row, coefficients); });
+      args.threads, k_tables(args), args.N, args.k, w.k_rotated, w.k_table, K_TABLE_WIDTH,
+      [&](int64_t b) { return afc::key_count(args, b); },
+      [&](int64_t table, int64_t first, int64_t last) { tabulate_k(args, w, table, first, last); },
+      [](int64_t, int64_t, int64_t, Real *row, const Real *coefficients) { rotate_k(row, coefficients); });
 }
 
 int check_scalars(const afc_args &args) {
