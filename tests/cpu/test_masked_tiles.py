@@ -24,6 +24,11 @@ attention packed(q, k, v; qdoc[B, M]: int, kdoc[B, N]: int) {
 }
 attention sink(q, k, v; w: int > 0) = softmax(streaming(dot(q, k); w)) @ v
 attention chunks(q, k, v; size: int > 0) = softmax(chunked(dot(q, k); size)) @ v
+score tilted(s, h; t[H]: grad) = s * t[h]
+attention packed_tilted(q, k, v; t[H]: grad, qdoc[B, M]: int, kdoc[B, N]: int) {
+    return softmax(causal(document(tilted(dot(q, k); t); qdoc, kdoc))) @ v
+}
+attention sink_tilted(q, k, v; t[H]: grad, w: int > 0) = softmax(streaming(tilted(dot(q, k); t); w)) @ v
 attention by_head(q, k, v) = softmax(causal(near_head(dot(q, k)))) @ v
 attention by_level(q, k, v; level[B, N]) = softmax(loud(dot(q, k); level)) @ v
 """
@@ -84,6 +89,32 @@ def test_against_dense(name: str, module: ModuleType) -> None:
     mine = torch.autograd.grad(got, (q, k, v), upstream)
     for a, b in zip(mine, torch.autograd.grad(want, (q, k, v), upstream), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["packed_tilted", "sink_tilted"])
+def test_places_of_each_batch_and_captured_gradients(name: str, module: ModuleType) -> None:
+    """Runs end at the keys of each batch, and the gradient of a captured tensor walks over the same runs."""
+    counts, origins = torch.tensor([650, 123]), torch.tensor([30, 200])
+    i, j = (ROW + origins[:, None, None])[:, None], COLUMN
+    kept = (j <= i) & (j < counts[:, None, None, None])
+    if name == "packed_tilted":
+        arguments: dict[str, Any] = {"qdoc": QDOC, "kdoc": KDOC}
+        kept = kept & ((QDOC[:, :, None] == KDOC[:, None]) & (KDOC >= 0)[:, None])[:, None]
+    else:
+        arguments = {"w": 130}
+        kept = kept & ((j < 4) | ((i - j).abs() < 130))
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((B, H, M, D), (B, HK, N, D), (B, HK, N, D), (H,), (B, H, M, D))
+    q, k, v, t, upstream = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v, t)]
+    grouped = [x.repeat_interleave(H // HK, 1) for x in (k, v)]
+    scores = torch.where(kept, q @ grouped[0].transpose(-1, -2) * t[:, None, None], -1e300)
+    want = torch.where(kept, scores.softmax(-1), 0.0) @ grouped[1]
+    got = getattr(module, name)(q, k, v, t=t, **arguments, kv_len=counts, q_origin=origins)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    mine, dense = (torch.autograd.grad(o, inputs, upstream) for o in (got, want))
+    for a, b in zip(mine, dense, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_rows_that_no_tile_keeps(module: ModuleType) -> None:
