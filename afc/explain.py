@@ -20,17 +20,17 @@ from afc.expr.printer import attn, number
 from afc.frontend import Checked, check_file
 from afc.frontend.report import did_you_mean
 from afc.ir.masks import Bound, MaskPlan, Run
-from afc.ir.printer import print_program
+from afc.ir.printer import print_program, print_sides
 from afc.ir.program import Normalizer, Program, Rotation, RowStep, ScalarParam
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
-from afc.masks import derive, key_run
+from afc.masks import BoxTest, derive, key_runs, stored_runs
 from afc.options import Constant, Options
 
 BATCH, HEADS = 1, 8  # what sizes are given for
 ASSUMED = {Type.INT: 256, Type.FLOAT: 1.0, Type.BOOL: True}
 BYTES = {"double": 8, "float64": 8, "int64": 8, "float": 4, "float32": 4, "int32": 4, "uint32": 4}
-BYTES |= {"bfloat16": 2, "float16": 2}
+BYTES |= {"bfloat16": 2, "float16": 2, "extent": 24}
 CODE = re.compile(r"[Ee]\d{4}")
 
 
@@ -100,21 +100,51 @@ def assumed(program: Program, length: int) -> dict[str, Constant]:
     return {p.name: choose(p) for p in program.scalars}
 
 
-def key_runs(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> Iterator[tuple[range, Run]]:
-    """Tiles of queries of the forward kernel, with the keys of each, on a square of `length` positions."""
-    sizes = {n: int(v) for n, v in sizes_of(length, values).items()}
-    tile = forward_kernel(plan).tile.queries
-    for first in range(0, length, tile):
-        queries = range(first, min(first + tile, length))
-        yield queries, key_run(plan.semantics.mask, queries[0], queries[-1], sizes)
+def runs_of_tiles(
+    plan: LaunchPlan, length: int, values: Mapping[str, Constant]
+) -> Iterator[tuple[range, tuple[Run, ...]]]:
+    """Tiles of queries of the forward kernel, with the keys of each, on a square of `length` positions.
+
+    Of batch 0 and head 0. A captured tensor may hold anything: a call visits at most this.
+    """
+    sizes, mask = sizes_of(length, values), plan.semantics.mask
+    kernel = forward_kernel(plan)
+    tile = kernel.tile
+    ranges = [range(first, min(first + tile.queries, length)) for first in range(0, length, tile.queries)]
+    if _stored(plan) and mask.predicate is not None and _tests_decide(mask.predicate):
+        test = BoxTest(mask.predicate, sizes)
+        found = stored_runs(test, (length, length), (tile.queries, tile.keys))
+        yield from ((queries, found.of(number)) for number, queries in enumerate(ranges))
+        return
+    grid = tile.keys if _aligned(plan) else 1
+    whole = {n: int(v) for n, v in sizes.items()}
+    for queries in ranges:
+        yield queries, key_runs(mask, queries[0], queries[-1], whole, grid)
+
+
+def _tests_decide(predicate: Expr) -> bool:
+    """Whether a test of tiles can say more than the bounds without the captured tensors."""
+    return any(not captured(p) and derive([Formula((p,))]).residual for p in conjuncts(predicate))
 
 
 def pieces(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> Iterator[Piece]:
     """Steps of the forward kernel, by tiles of queries."""
     tile = forward_kernel(plan).tile.keys
-    for queries, run in key_runs(plan, length, values):
-        for keys, full in (run.tiles if _aligned(plan) else run.pieces)(tile):
-            yield Piece(queries, range(keys.start, min(keys.stop, length)), full)
+    for queries, runs in runs_of_tiles(plan, length, values):
+        for run in runs:
+            for keys, full in (run.tiles if _aligned(plan) else run.pieces)(tile):
+                yield Piece(queries, range(keys.start, min(keys.stop, length)), full)
+
+
+def bounded(plan: LaunchPlan) -> str:
+    """ "at most " where a call may visit fewer tiles, as the test of tiles then has the captured tensors."""
+    predicate = plan.semantics.mask.predicate
+    return "at most " if _stored(plan) and predicate is not None and captured(predicate) else ""
+
+
+def _stored(plan: LaunchPlan) -> bool:
+    walk = forward_kernel(plan).walk
+    return walk is not None and walk.stored
 
 
 def _aligned(plan: LaunchPlan) -> bool:
@@ -142,11 +172,12 @@ def visited(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> Vi
     size = forward_kernel(plan).tile.keys
     count = _count_aligned if _aligned(plan) else _count_pieces
     steps = partial = full = 0
-    for queries, run in key_runs(plan, length, values):
-        found, some, every = count(run, size, length)
-        steps += found
-        partial += some * len(queries)
-        full += every * len(queries)
+    for queries, runs in runs_of_tiles(plan, length, values):
+        for run in runs:
+            found, some, every = count(run, size, length)
+            steps += found
+            partial += some * len(queries)
+            full += every * len(queries)
     return Visited(steps, partial, full, length)
 
 
@@ -184,18 +215,21 @@ def captured(expr: Expr) -> tuple[str, ...]:
 
 def undecided(plan: MaskPlan) -> tuple[tuple[Expr, str], ...]:
     """Parts of a mask that only elements can decide, each with the reason."""
-    return tuple(
-        (part, _reason(part)) for part in conjuncts(plan.predicate) if derive([Formula((part,))]).residual
-    )
+    if not plan.residual:
+        return ()
+    parts = [p for p in conjuncts(plan.predicate) if derive([Formula((p,))]).residual]
+    if not parts:  # each is a few ranges, all of them together are many
+        parts = [p for p in conjuncts(plan.predicate) if derive([Formula((p,))]).alternatives]
+    return tuple((part, _reason(part)) for part in parts)
 
 
 def _reason(expr: Expr) -> str:
     if tensors := captured(expr):
         return f"it reads {', '.join(tensors)}, which only a call has"
     if variables(expr) & {"b", "h"}:
-        return "it depends on batch or head, and runs are shared by all"
+        return "it depends on batch or head, and bounds are shared by all"
     if isinstance(expr, Op) and expr.name in ("or", "not", "select", "ne"):
-        return "it is not one range of keys"
+        return "it is not a few ranges of keys"
     if any(isinstance(e, Op) and e.name in ("floordiv", "mod") for e in walk(expr)):
         return "it goes in steps (// or %)"
     return "it is not of the form j <= a*i + c or j >= a*i + c with a in -1, 0, 1"
@@ -366,15 +400,19 @@ def _runs(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> list
     if values:
         shown = ", ".join(f"{n} = {number(v)}" for n, v in values.items())
         lines.append(f"    assumed for a call: {shown} (choose with -D)")
-    lines.append(f"    the forward kernel visits {done.steps} tiles a head, {done}")
+    lines.append(f"    the forward kernel visits {bounded(plan)}{done.steps} tiles a head, {done}")
     lines += [f"    tiles are skipped by: {_bound(bound)}" for bound in mask.bounds]
+    if mask.alternatives:
+        ranges = "; or ".join(" and ".join(map(_bound, bounds)) for bounds in mask.alternatives)
+        lines.append(f"    tiles are skipped outside: {ranges}")
+    how = "tested tile by tile" if _stored(plan) else "decided element by element"
     for part, reason in undecided(mask):
-        lines.append(f"    decided element by element: {attn(part)}; {reason}")
+        lines.append(f"    {how}: {attn(part)}; {reason}")
     return lines
 
 
 def _bound(bound: Bound) -> str:
-    position = {0: "", 1: "i", -1: "-i"}[bound.slope]
-    offset = "" if position and bound.offset == const(0) else attn(bound.offset)
+    left, right = print_sides(bound)
+    offset = "" if right and bound.offset == const(0) else attn(bound.offset)
     side = "<=" if bound.side == "upper" else ">="
-    return f"j {side} {' + '.join(part for part in (position, offset) if part)}"
+    return f"{left} {side} {' + '.join(part for part in (right, offset) if part)}"

@@ -21,6 +21,7 @@ from afc.explain import (
     Piece,
     Visited,
     assumed,
+    bounded,
     captured,
     check_length,
     conjuncts,
@@ -52,7 +53,8 @@ class Map:
     """A mask of one attention. `cells` [C, C]: how much of a square of `step` elements is kept.
 
     `open`: parts of the mask that read captured tensors and are left out: `cells` then has no ALL, as a
-    call may remove any element. `values`: run-time scalars that were assumed.
+    call may remove any element. `values`: run-time scalars that were assumed. `bounded`: "at most " where a
+    call may visit fewer tiles.
     """
 
     name: str
@@ -67,14 +69,13 @@ class Map:
     open: tuple[str, ...]
     by_head: bool
     values: Mapping[str, Constant]
+    bounded: str
 
     @property
     def caption(self) -> list[str]:
         """What the picture assumes, and shares."""
-        lines = [
-            f"{self.target}: {self.visited.steps} tiles of {self.tile[0]} x {self.tile[1]} visited, "
-            f"{self.visited}"
-        ]
+        tiles = f"{self.bounded}{self.visited.steps} tiles of {self.tile[0]} x {self.tile[1]}"
+        lines = [f"{self.target}: {tiles} visited, {self.visited}"]
         if self.values:
             lines.append("assumed: " + ", ".join(f"{n} = {number(v)}" for n, v in self.values.items()))
         lines += [f"open, as only a call has the tensor: {part}" for part in self.open]
@@ -108,6 +109,7 @@ def maps(path: str | Path, options: Options, length: int, attention: str | None 
                 open_,
                 any(variables(p) & {"b", "h"} for p in known),
                 values,
+                bounded(plan),
             )
         )
     return tuple(found)

@@ -53,11 +53,12 @@ def main() -> int:
         "rounds": given.rounds,
         "speed": speed(given.rounds),
         "window": window(given.rounds),
+        "documents": documents(given.rounds),
         "memory": memory(),
         "build": build(),
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({k: result[k] for k in ("speed", "window", "memory", "build")}, indent=1))
+    print(json.dumps({k: result[k] for k in ("speed", "window", "documents", "memory", "build")}, indent=1))
     return 0
 
 
@@ -137,6 +138,40 @@ def window(rounds: int) -> dict[str, Any]:
         found = medians({"causal": lambda: causal(q, k, v), "window": lambda: windowed(q, k, v)}, rounds)
     ratio = found["causal"]["median"] / found["window"]["median"]
     return {"cell": "B1 H2 N16384 D64 float32, window 256", "forward": found, "causal over window": ratio}
+
+
+def documents(rounds: int) -> dict[str, Any]:
+    """Packed documents of 1024 beside causal, B1 H2 N16384 D64 float32, both ours, forward and backward."""
+    length = 16384
+    text = (
+        "attention packed(q, k, v; qdoc[B, M]: int, kdoc[B, N]: int) {\n"
+        "    return softmax(causal(document(scaled_dot_product(q, k); qdoc, kdoc))) @ v\n}\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "packed.attn"
+        file.write_text(text, encoding="utf-8")
+        packed = afc.load(file, D=64, dtype=torch.float32, backend="cpu").packed
+    causal = kernel("causal", "causal_lm")
+    ids = (torch.arange(length) // 1024)[None]
+    inputs = tensors(2, length, 64, grad=True)
+    do = torch.randn(1, 2, length, 64)
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "causal": lambda: causal(*inputs),
+        "documents": lambda: packed(*inputs, qdoc=ids, kdoc=ids),
+    }
+
+    def differentiate(call: Callable[[], Tensor]) -> Run:
+        return lambda: torch.autograd.grad(call(), inputs, do)
+
+    forward = medians({name: torch.no_grad()(call) for name, call in calls.items()}, rounds)
+    both = medians({name: differentiate(call) for name, call in calls.items()}, rounds)
+    ratio = {
+        f"causal over documents, {name}": found["causal"]["median"] / found["documents"]["median"]
+        for name, found in (("forward", forward), ("both", both))
+    }
+    cell = "B1 H2 N16384 D64 float32, documents of 1024"
+    return {"cell": cell, "forward": forward, "forward and backward": both, **ratio}
 
 
 def memory() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from afc.expr.nodes import Formula
 from afc.expr.printer import attn, number
-from afc.ir.masks import MaskPlan
+from afc.ir.masks import Bound, MaskPlan
 from afc.ir.program import Program, Rotation, RowStep, Step, TensorParam
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TileOp
 
@@ -113,12 +113,24 @@ def _mask(plan: MaskPlan) -> list[str]:
     if plan.predicate is None:
         return ["  mask: none"]
     lines = [f"  mask: {attn(plan.predicate)}"]
-    for bound in plan.bounds:
-        slope = {0: "", 1: "i + ", -1: "-i + "}[bound.slope]
-        lines.append(f"    j {'<=' if bound.side == 'upper' else '>='} {slope}{attn(bound.offset)}")
+    lines += [f"    {_bound(bound)}" for bound in plan.bounds]
+    for bounds in plan.alternatives:
+        lines.append(f"    one of: {', '.join(map(_bound, bounds))}")
     if plan.residual:
-        lines.append("    the rest is decided element by element")
+        lines.append("    the rest is decided tile by tile or element by element")
     return lines
+
+
+def _bound(bound: Bound) -> str:
+    left, right = print_sides(bound)
+    offset = attn(bound.offset)
+    return f"{left} {'<=' if bound.side == 'upper' else '>='} {f'{right} + {offset}' if right else offset}"
+
+
+def print_sides(bound: Bound) -> tuple[str, str]:
+    """The position that a bound limits, and the one that it is compared with (empty: none)."""
+    step = f" // {attn(bound.step)}" if bound.stepped else ""
+    return f"{bound.of}{step}", {0: "", 1: f"i{step}", -1: f"-(i{step})" if step else "-i"}[bound.slope]
 
 
 def _buffer(buffer: Buffer) -> str:
@@ -135,6 +147,8 @@ def _launch(launch: Launch, with_ops: bool) -> list[str]:
         if kernel.walk is None
         else f", walks {kernel.walk.axis}{' of each head of the group' if kernel.walk.over_group else ''}"
     )
+    if kernel.walk is not None and kernel.walk.stored:
+        walk += ", runs by a test of tiles"
     after = f" after {', '.join(launch.after)}" if launch.after else ""
     lines = [
         f"    {kernel.name}: {kernel.kind}, "

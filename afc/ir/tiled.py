@@ -222,11 +222,13 @@ class Walk:
 
     `over_group`: the loop also visits every query head of the tile's key head. `aligned`: tiles lie on a grid
     (`Run.tiles`), so a ragged last tile is partial; otherwise they start where the run starts (`Run.pieces`).
+    `stored`: the runs are found by a test of tiles at each call, as bounds alone do not decide the mask.
     """
 
     axis: Axis
     over_group: bool = False
     aligned: bool = True
+    stored: bool = False
 
 
 @dataclass(frozen=True)

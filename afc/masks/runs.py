@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of keys for a range of queries, and of queries for a range of keys, from a plan's bounds.
 
-`runtime/abi/afc_run.h` has the same arithmetic for the emitted code (`Limits`); a test compares the two.
+`runtime/abi/afc_run.h` has the same arithmetic for the emitted code (`Limits`, `merge`); a test compares the
+two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from afc.expr.evaluate import evaluate
-from afc.ir.masks import MaskPlan, Run
+from afc.ir.masks import Bound, MaskPlan, Run
 
 
 class _Limits:
@@ -20,15 +21,15 @@ class _Limits:
         self.begin = self.full_begin = origin
         self.end = self.full_end = origin + size
 
-    def at_most(self, smallest: int, largest: int) -> None:
-        """An upper bound that ranges over [smallest, largest]."""
-        self.end = min(self.end, largest + 1)
-        self.full_end = min(self.full_end, smallest + 1)
+    def at_most(self, smallest: int, largest: int, step: int) -> None:
+        """An upper bound, counted in steps, that ranges over [smallest, largest]."""
+        self.end = min(self.end, (largest + 1) * step)
+        self.full_end = min(self.full_end, (smallest + 1) * step)
 
-    def at_least(self, smallest: int, largest: int) -> None:
-        """A lower bound that ranges over [smallest, largest]."""
-        self.begin = max(self.begin, smallest)
-        self.full_begin = max(self.full_begin, largest)
+    def at_least(self, smallest: int, largest: int, step: int) -> None:
+        """A lower bound, counted in steps, that ranges over [smallest, largest]."""
+        self.begin = max(self.begin, smallest * step)
+        self.full_begin = max(self.full_begin, largest * step)
 
     def only_if(self, some: bool, every: bool) -> None:
         """A condition that holds for some, or for every, element of the other axis."""
@@ -48,32 +49,90 @@ class _Limits:
         return Run(begin, full_begin, full_end, end)
 
 
-def key_run(plan: MaskPlan, m_first: int, m_last: int, sizes: Mapping[str, int]) -> Run:
-    """Keys for queries m_first..m_last.
+def key_runs(
+    plan: MaskPlan, m_first: int, m_last: int, sizes: Mapping[str, int], grid: int = 1
+) -> tuple[Run, ...]:
+    """Keys for queries m_first..m_last: runs, ordered and disjoint.
 
-    `sizes`: M, N, q_origin, k_origin and the scalars that bounds read.
+    `sizes`: M, N, q_origin, k_origin and the scalars that bounds read. `grid`: of tiles that start at
+    multiples of it; several runs then share no tile.
     """
-    i_first, i_last = m_first + sizes["q_origin"], m_last + sizes["q_origin"]
-    limits = _Limits(sizes["k_origin"], sizes["N"])
-    for bound in plan.bounds:
-        c = int(evaluate(bound.offset, sizes))
-        ends = sorted((bound.slope * i_first + c, bound.slope * i_last + c))
-        (limits.at_most if bound.side == "upper" else limits.at_least)(*ends)
-    return limits.run(plan.residual)
+    ends = m_first + sizes["q_origin"], m_last + sizes["q_origin"]
+    parts = []
+    for bounds in plan.conjunctions:
+        limits = _Limits(sizes["k_origin"], sizes["N"])
+        for bound in bounds:
+            _limit_keys(limits, bound, ends, sizes)
+        parts.append(limits.run(plan.residual))
+    return merge(parts, grid, sizes["N"])
 
 
-def query_run(plan: MaskPlan, n_first: int, n_last: int, sizes: Mapping[str, int]) -> Run:
-    """Queries for keys n_first..n_last: the transpose of `key_run`."""
-    j_first, j_last = n_first + sizes["k_origin"], n_last + sizes["k_origin"]
-    limits = _Limits(sizes["q_origin"], sizes["M"])
-    for bound in plan.bounds:
-        c = int(evaluate(bound.offset, sizes))
-        upper = bound.side == "upper"
-        if bound.slope == 0:
-            inside = (j_first <= c, j_last <= c) if upper else (j_last >= c, j_first >= c)
-            limits.only_if(*inside)
-        elif bound.slope == 1:  # upper: i >= j - c, lower: i <= j - c
-            (limits.at_least if upper else limits.at_most)(j_first - c, j_last - c)
-        else:  # upper: i <= c - j, lower: i >= c - j
-            (limits.at_most if upper else limits.at_least)(c - j_last, c - j_first)
-    return limits.run(plan.residual)
+def query_runs(
+    plan: MaskPlan, n_first: int, n_last: int, sizes: Mapping[str, int], grid: int = 1
+) -> tuple[Run, ...]:
+    """Queries for keys n_first..n_last: the transpose of `key_runs`."""
+    ends = n_first + sizes["k_origin"], n_last + sizes["k_origin"]
+    parts = []
+    for bounds in plan.conjunctions:
+        limits = _Limits(sizes["q_origin"], sizes["M"])
+        for bound in bounds:
+            _limit_queries(limits, bound, ends, sizes)
+        parts.append(limits.run(plan.residual))
+    return merge(parts, grid, sizes["M"])
+
+
+def _limit_keys(limits: _Limits, bound: Bound, ends: tuple[int, int], sizes: Mapping[str, int]) -> None:
+    c, step = int(evaluate(bound.offset, sizes)), int(evaluate(bound.step, sizes))
+    first, last = (end // step for end in ends)
+    if bound.of == "i":
+        limits.only_if(*((first <= c, last <= c) if bound.side == "upper" else (last >= c, first >= c)))
+        return
+    low, high = sorted((bound.slope * first + c, bound.slope * last + c))
+    (limits.at_most if bound.side == "upper" else limits.at_least)(low, high, step)
+
+
+def _limit_queries(limits: _Limits, bound: Bound, ends: tuple[int, int], sizes: Mapping[str, int]) -> None:
+    c, step = int(evaluate(bound.offset, sizes)), int(evaluate(bound.step, sizes))
+    first, last = (end // step for end in ends)
+    upper = bound.side == "upper"
+    if bound.of == "i":
+        (limits.at_most if upper else limits.at_least)(c, c, step)
+    elif bound.slope == 0:
+        limits.only_if(*((first <= c, last <= c) if upper else (last >= c, first >= c)))
+    elif bound.slope == 1:  # upper: i >= j - c, lower: i <= j - c
+        (limits.at_least if upper else limits.at_most)(first - c, last - c, step)
+    else:  # upper: i <= c - j, lower: i >= c - j
+        (limits.at_most if upper else limits.at_least)(c - last, c - first, step)
+
+
+def merge(parts: Sequence[Run], grid: int, length: int) -> tuple[Run, ...]:
+    """The union of runs as runs, ordered and disjoint; with a grid above 1 no two touch one tile.
+
+    Where full parts of several runs lie in one range, the range is cut before the second one. A single run
+    stays as it is.
+    """
+    if len(parts) == 1:
+        return tuple(r for r in parts if r.begin < r.end)
+    full = _joined((r.full_begin, r.full_end) for r in parts)
+    full = [(-(-a // grid) * grid, b // grid * grid) for a, b in full]
+    outer = _joined((r.begin // grid * grid, min(-(-r.end // grid) * grid, length)) for r in parts)
+    found: list[Run] = []
+    for begin, end in outer:
+        inside = [(a, b) for a, b in full if begin <= a < b <= end]
+        for k, (a, b) in enumerate(inside):
+            found.append(Run(begin, a, b, end if k == len(inside) - 1 else b))
+            begin = b
+        if not inside:
+            found.append(Run(begin, end, end, end))
+    return tuple(found)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, with overlapping and touching ones as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(r for r in ranges if r[0] < r[1]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -35,9 +35,10 @@ from afc.ir.tiled import (
     Store,
     TiledKernel,
     TileOp,
+    Walk,
     Weights,
 )
-from afc.masks import key_run, query_run
+from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
 from afc.reference.captured import add_extra, add_scores, extra_gradient
 from afc.reference.dense import Call, Gradients, Result, transform, transform_back
 from afc.reference.rounding import to_storage
@@ -54,6 +55,7 @@ class _Memory:
     tensors: dict[str, Array] = field(default_factory=dict)
     captured: dict[str, Array] = field(default_factory=dict)  # gradients, in the tensors' shapes
     group: int = 1
+    stored: dict[tuple[str, int, int], StoredRuns] = field(default_factory=dict)
 
 
 @dataclass
@@ -144,24 +146,52 @@ def _item(kernel: TiledKernel, memory: _Memory, b: int, head: int, section: slic
     )
     _ops(kernel.prologue, work, memory)
     if kernel.walk is not None:
-        run, size = _walk(kernel, memory, b, section)
+        size = kernel.tile.keys if queries else kernel.tile.queries
         for member in range(memory.group if kernel.walk.over_group else 1):
             work.h = work.h if queries else head * memory.group + member
-            for other, full in run.tiles(size) if kernel.walk.aligned else run.pieces(size):
+            runs = _runs(kernel, kernel.walk, work, memory, section)
+            for other, full in _pieces(runs, size, kernel.walk.aligned):
                 work.partial = not full
                 work.rows, work.keys = (work.rows, other) if queries else (other, work.keys)
                 _ops(kernel.body, work, memory)
     _ops(kernel.epilogue, work, memory)
 
 
-def _walk(kernel: TiledKernel, memory: _Memory, b: int, section: slice) -> tuple[Run, int]:
-    call = memory.call.of_batch(b)
+def _pieces(runs: tuple[Run, ...], size: int, aligned: bool) -> list[tuple[slice, bool]]:
+    """(range, full) of every tile, in order: on a grid the partial tiles of all runs come first."""
+    if aligned:
+        return sorted((piece for run in runs for piece in run.tiles(size)), key=lambda piece: piece[1])
+    return [piece for run in runs for piece in run.pieces(size)]
+
+
+def _runs(kernel: TiledKernel, walk: Walk, work: _Work, memory: _Memory, section: slice) -> tuple[Run, ...]:
+    """What a work item visits for one query head."""
+    call = memory.call.of_batch(work.b)
+    runs = _all_runs(kernel, walk, call, work, memory, section)
+    if kernel.stationary == "keys":
+        return runs
+    return tuple(run for run in (r.below(call.key_count(work.b)) for r in runs) if run.begin < run.end)
+
+
+def _all_runs(
+    kernel: TiledKernel, walk: Walk, call: Call, work: _Work, memory: _Memory, section: slice
+) -> tuple[Run, ...]:
+    """The same up to the last key, present or not."""
     sizes: dict[str, Any] = {**call.sizes(), **call.scalars}
-    plan = memory.semantics.mask
-    if kernel.stationary == "queries":
-        run = key_run(plan, section.start, section.stop - 1, sizes)
-        return run.below(call.key_count(b)), kernel.tile.keys
-    return query_run(plan, section.start, section.stop - 1, sizes), kernel.tile.queries
+    plan, tile, queries = memory.semantics.mask, kernel.tile, kernel.stationary == "queries"
+    if not walk.stored:
+        size = tile.keys if queries else tile.queries
+        grid = size if walk.aligned else 1
+        return (key_runs if queries else query_runs)(plan, section.start, section.stop - 1, sizes, grid)
+    key = kernel.name, work.b, work.h
+    if key not in memory.stored:
+        assert plan.predicate is not None
+        test = BoxTest(plan.predicate, sizes, call.tensors)
+        shape = sizes["M"], sizes["N"]
+        memory.stored[key] = stored_runs(
+            test, shape, (tile.queries, tile.keys), by_keys=not queries, b=work.b, h=work.h
+        )
+    return memory.stored[key].of(section.start // (tile.queries if queries else tile.keys))
 
 
 def _ops(ops: tuple[TileOp, ...], work: _Work, memory: _Memory) -> None:

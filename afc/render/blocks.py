@@ -9,7 +9,8 @@ target.
                                     what an element adds to the gradients of captured tensors, and where
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
-    key_run, query_run              runs of indices from the bounds of the mask
+    keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
+    key_run, query_run              runs of indices from the bounds of the mask, or from that test
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
@@ -45,6 +46,7 @@ from afc.ir.masks import Bound
 from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, RowStep, Step, Transform
 from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
+from afc.render.boxes import box_function
 
 POSITION = Interval(1 - 2**30, 2**30 - 1)  # so that a difference of positions fits 32 bits
 SIZE = Interval(0, 2**30)
@@ -145,8 +147,10 @@ TAKEN = frozenset(
         "score_gradient",
         "keep",
         "log_extra",
+        "keep_box",
         "key_run",
         "query_run",
+        "tables",
         "captured_gradients",
         "captured_extra_gradients",
         "d",
@@ -244,14 +248,19 @@ class _Field:
     expr: Expr
 
 
-def render_blocks(program: Program, semantics: Semantics, dialect: Dialect) -> BlockText:
-    """Text of all functions of a program, and what the templates need to know of them."""
-    return _Writer(program, semantics, dialect).write()
+def render_blocks(
+    program: Program, semantics: Semantics, dialect: Dialect, stored: bool = False
+) -> BlockText:
+    """Text of all functions of a program, and what the templates need to know of them.
+
+    `stored`: runs are found by testing tiles at each call, not from bounds alone.
+    """
+    return _Writer(program, semantics, dialect, stored).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, semantics: Semantics, dialect: Dialect) -> None:
-        self.program, self.semantics, self.dialect = program, semantics, dialect
+    def __init__(self, program: Program, semantics: Semantics, dialect: Dialect, stored: bool) -> None:
+        self.program, self.semantics, self.dialect, self.stored = program, semantics, dialect, stored
         self.slots = {t.name: n for n, t in enumerate(program.tensors)}
         self.scalars = {p.name: n for n, p in enumerate(program.scalars)}
         sizes = _captured_sizes(program)
@@ -591,38 +600,93 @@ class _Writer:
         )
 
     def _runs(self) -> None:
+        if self.stored:
+            self._stored_runs()
+            return
         plan = self.semantics.mask
         elements = "true" if plan.residual else "false"
-        for name, own, other, run in (
-            ("key_run", "m", "k", _key_limit),
-            ("query_run", "n", "q", _query_limit),
+        several = len(plan.alternatives)
+        for name, own, other, limit in (
+            ("key_run", "m", "k", self._key_limit),
+            ("query_run", "n", "q", self._query_limit),
         ):
-            position = "i" if own == "m" else "j"
-            lines = []
-            if plan.bounds:
-                origin = "q_origin" if own == "m" else "k_origin"
-                lines.append(
-                    f"const int64_t {position}_first = {own}_first + args.{origin}, "
-                    f"{position}_last = {own}_last + args.{origin};"
-                )
             size = "N" if other == "k" else "M"
-            lines.append(f"Limits limits(args.{other}_origin, args.{size});")
-            lines += [f"limits.{run(b, self._offset(b))};" for b in plan.bounds]
-            lines.append(f"return limits.run({elements});")
+            parts = []
+            for bounds in plan.conjunctions:
+                lines = [f"Limits limits(args.{other}_origin, args.{size});"]
+                lines += [f"limits.{limit(b)};" for b in bounds]
+                parts.append(lines)
+            head = self._positions(own) if any(plan.conjunctions) else []
             what = (
                 "Keys that queries m_first..m_last see."
                 if own == "m"
                 else "Queries that see keys n_first..n_last."
             )
+            parameters = f"const afc_args &args, int {own}_first, int {own}_last"
+            if not several:
+                result = "Run"
+                lines = [*head, *parts[0], f"return limits.run({elements});"]
+            else:
+                result, parameters = "void", f"{parameters}, int grid, Runs<{several}> &runs"
+                lines = [*head, "runs.clear();"]
+                for part in parts:
+                    inner = "\n    ".join([*part, f"runs.add(limits.run({elements}));"])
+                    lines.append(f"{{\n    {inner}\n  }}")
+                lines.append(f"runs.merge(grid, int(args.{size}));")
+                what += " No two runs touch one tile of `grid`."
             body = "\n  ".join(lines)
+            self.parts.append(f"// {what}\nAFC_FN {result} {name}({parameters}) {{\n  {body}\n}}")
+
+    def _positions(self, own: str) -> list[str]:
+        """First and last position of a range, and of the steps that bounds count."""
+        position, origin = ("i", "q_origin") if own == "m" else ("j", "k_origin")
+        return [
+            f"const int64_t {position}_first = {own}_first + args.{origin}, "
+            f"{position}_last = {own}_last + args.{origin};"
+        ]
+
+    def _key_limit(self, bound: Bound) -> str:
+        first, last, step = self._ends("i", bound)
+        return _key_limit(bound, self._offset(bound.offset), first, last, step)
+
+    def _query_limit(self, bound: Bound) -> str:
+        first, last, step = self._ends("j", bound)
+        return _query_limit(bound, self._offset(bound.offset), first, last, step)
+
+    def _ends(self, position: str, bound: Bound) -> tuple[str, str, str]:
+        """Text of the first and last position, counted in steps, and of the step as a last argument."""
+        first, last = f"{position}_first", f"{position}_last"
+        if not bound.stepped:
+            return first, last, ""
+        step = self._offset(bound.step)
+        return f"afc::floor_div({first}, {step})", f"afc::floor_div({last}, {step})", f", {step}"
+
+    def _stored_runs(self) -> None:
+        predicate = self.semantics.mask.predicate
+        assert predicate is not None
+        text = self._scalar_text()
+        scalars = {
+            p.name: (f"{p.name}_" if p.name in TAKEN else p.name, text[p.name], p.type)
+            for p in self.program.scalars
+        }
+        self.parts.append(box_function(predicate, self.bound_names, scalars))
+        for name, own, other, size, what in (
+            ("key_run", "m", "n", "N", "Keys that queries m_first..m_last see"),
+            ("query_run", "n", "m", "M", "Queries that see keys n_first..n_last"),
+        ):
+            box = {own: own, other: "afc::Ints(first, end - 1)"}
             self.parts.append(
-                f"// {what}\n"
-                f"AFC_FN Run {name}(const afc_args &args, int {own}_first, int {own}_last) {{\n  {body}\n}}"
+                f"// {what}: runs of tiles of the given size, written to `memory`.\n"
+                f"AFC_FN afc::RunList {name}(const afc_args &args, const afc::Table *tables, int b, int h, "
+                f"int {own}_first,\n{' ' * (len(name) + 23)}int {own}_last, int tile, Run *memory) {{\n"
+                f"  const afc::Ints {own}({own}_first, {own}_last);\n"
+                f"  return afc::runs_of(memory, tile, args.{size}, [&](int64_t first, int64_t end) {{\n"
+                f"    return keep_box(args, tables, b, h, {box['m']}, {box['n']});\n  }});\n}}"
             )
 
-    def _offset(self, bound: Bound) -> str:
+    def _offset(self, offset: Expr) -> str:
         names = {**self.bound_names, **self._scalar_text()}
-        return Cpp("double", "", names, {}, self.slots, native64=True).text(bound.offset)
+        return Cpp("double", "", names, {}, self.slots, native64=True).text(offset)
 
     # ---- row blocks ---------------------------------------------------------------------------------------
 
@@ -823,26 +887,35 @@ def _comment(step: Step, note: str | None) -> str:
     return f"// {step.call}  [{place}]" + (f"\n// {text}" if text else "")
 
 
-def _key_limit(bound: Bound, c: str) -> str:
+def _key_limit(bound: Bound, c: str, first: str, last: str, step: str) -> str:
+    upper = bound.side == "upper"
+    if bound.of == "i":
+        return _only_if(upper, _wrapped(c), first, last)
     ends = {
         0: (c, c),
-        1: (f"i_first + {_wrapped(c)}", f"i_last + {_wrapped(c)}"),
-        -1: (f"{_wrapped(c)} - i_last", f"{_wrapped(c)} - i_first"),
+        1: (f"{first} + {_wrapped(c)}", f"{last} + {_wrapped(c)}"),
+        -1: (f"{_wrapped(c)} - {last}", f"{_wrapped(c)} - {first}"),
     }
     low, high = ends[bound.slope]
-    return f"{'at_most' if bound.side == 'upper' else 'at_least'}({_plain(low)}, {_plain(high)})"
+    return f"{'at_most' if upper else 'at_least'}({_plain(low)}, {_plain(high)}{step})"
 
 
-def _query_limit(bound: Bound, c: str) -> str:
+def _query_limit(bound: Bound, c: str, first: str, last: str, step: str) -> str:
     c, upper = _wrapped(c), bound.side == "upper"
+    if bound.of == "i":
+        return f"{'at_most' if upper else 'at_least'}({c}, {c}{step})"
     if bound.slope == 0:
-        some, every = (
-            (f"j_first <= {c}", f"j_last <= {c}") if upper else (f"j_last >= {c}", f"j_first >= {c}")
-        )
-        return f"only_if({some}, {every})"
+        return _only_if(upper, c, first, last)
     if bound.slope == 1:
-        return f"{'at_least' if upper else 'at_most'}({_plain(f'j_first - {c}')}, {_plain(f'j_last - {c}')})"
-    return f"{'at_most' if upper else 'at_least'}({_plain(f'{c} - j_last')}, {_plain(f'{c} - j_first')})"
+        low, high = _plain(f"{first} - {c}"), _plain(f"{last} - {c}")
+        return f"{'at_least' if upper else 'at_most'}({low}, {high}{step})"
+    low, high = _plain(f"{c} - {last}"), _plain(f"{c} - {first}")
+    return f"{'at_most' if upper else 'at_least'}({low}, {high}{step})"
+
+
+def _only_if(upper: bool, c: str, first: str, last: str) -> str:
+    some, every = (f"{first} <= {c}", f"{last} <= {c}") if upper else (f"{last} >= {c}", f"{first} >= {c}")
+    return f"only_if({some}, {every})"
 
 
 def _wrapped(text: str) -> str:

@@ -9,7 +9,9 @@ from typing import Literal
 from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, LaunchPlan, Semantics
+from afc.masks import boxes
 from afc.render.blocks import CPU, BlockText, CapturedText, RotationText, RowText, render_blocks
+from afc.render.boxes import TABLE_TYPES
 from afc.render.cpu_context import (
     CpuBuffer,
     CpuCapturedGradient,
@@ -20,9 +22,11 @@ from afc.render.cpu_context import (
     CpuRow,
     CpuRowGradient,
     CpuRowRead,
+    CpuTable,
 )
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.common import table_part, value
+from afc.schedule.cpu import extents_name
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -37,7 +41,9 @@ def render_cpu(program: Program, plan: LaunchPlan, symbol: str) -> str:
 def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     """Everything the templates print."""
     s = plan.semantics
-    blocks = render_blocks(program, s, CPU)
+    walk = plan.forward[-1].kernel.walk
+    stored = walk is not None and walk.stored
+    blocks = render_blocks(program, s, CPU, stored)
     rows = plan.forward[-1].kernel.tile
     # Without a backward nothing prints it.
     walks = [x.kernel for x in plan.backward if x.kernel.stationary == "keys" and x.kernel.walk]
@@ -52,7 +58,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     buffers = tuple(
         CpuBuffer(
             b.name,
-            "Element" if b.name.endswith("_rotated") else "Real",
+            "afc::Extent" if b.dtype == "extent" else "Element" if b.name.endswith("_rotated") else "Real",
             _count(b),
             "forward" not in b.passes,
         )
@@ -97,7 +103,32 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         ),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
+        run_type=f"Runs<{len(s.mask.alternatives)}>" if s.mask.alternatives else "Run",
+        stored=stored,
+        tables=_tables(program, plan) if stored else (),
     )
+
+
+def _tables(program: Program, plan: LaunchPlan) -> tuple[CpuTable, ...]:
+    """The captured tensors that the mask reads, in the order of `reads`."""
+    predicate = plan.semantics.mask.predicate
+    assert predicate is not None
+    slots = {t.name: n for n, t in enumerate(program.tensors)}
+    buffers = {b.name: size_text(b.count) for b in plan.buffers}
+    tables = []
+    for read in boxes.reads(predicate):
+        extents = extents_name(read)
+        tables.append(
+            CpuTable(
+                slots[read.tensor],
+                read.tensor,
+                TABLE_TYPES[read.type],
+                -1 if read.axis is None else read.axis,
+                extents if extents in buffers else "",
+                buffers.get(extents, "0"),
+            )
+        )
+    return tuple(tables)
 
 
 def _count(buffer: Buffer) -> str:

@@ -95,14 +95,29 @@ class CpuBuffer:
     | q_rotated, k_rotated  | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N)        |
     | q_table, k_table      | Real    | q_tables(args).count() * args.M * Q_TABLE_WIDTH        |
     | delta (backward only) | Real    | args.B * args.Hq * args.M                              |
+    | extents_<tensor>_<axis> | afc::Extent | of a captured tensor that the mask reads             |
 
     Per-thread scratch is placed behind them by the template.
     """
 
     name: str
-    c_type: Literal["Element", "Real"]
+    c_type: Literal["Element", "Real", "afc::Extent"]
     count: str
     backward_only: bool
+
+
+@dataclass(frozen=True)
+class CpuTable:
+    """A captured tensor that the test of tiles reads: its slot and name, the C++ type of its values, the axis
+    along which ranges are looked up (-1: none), the buffer of their extents ("": none, small boxes are read)
+    and its count."""
+
+    slot: int
+    name: str
+    type: str
+    axis: int
+    buffer: str
+    count: str
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,10 @@ class CpuContext:
       gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward
+    Tiles:
+      run_type    "Run" or "Runs<n>": what key_run and query_run find from bounds
+      stored      key_run and query_run test tiles instead, and write runs to memory
+      tables      captured tensors that the test reads, in the order of `tables[...]` in `blocks`
     """
 
     name: str
@@ -218,3 +237,6 @@ class CpuContext:
     gradient_slots: int
     scalar_checks: tuple[ScalarCheck, ...]
     backward: bool
+    run_type: str
+    stored: bool
+    tables: tuple[CpuTable, ...]

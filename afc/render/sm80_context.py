@@ -11,8 +11,9 @@ C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk,
 - dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
 
 Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to
-64 bytes (the rotate kernel: its coefficients) themselves. So the opt-in attribute for the maximum dynamic
-size must always be set, not only above 48 KB; a limit of L bytes per CTA leaves L - 64 for `shared_bytes`.
+64 bytes themselves (the rotate kernel: its coefficients), and up to 512 where they walk over several runs. So
+the opt-in attribute for the maximum dynamic size must always be set, not only above 48 KB; a limit of L bytes
+per CTA leaves L - 512 for `shared_bytes`.
 
 A kernel template prints into a translation unit that begins with the prelude.
 """
@@ -88,6 +89,7 @@ class ForwardContext:
     scale_log2: str
     has_score: bool
     has_mask: bool
+    alternatives: int  # runs that key_run merges; 0: it gives one run
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
     k_buffer: int | None  # rotated keys, or None: args.k
@@ -178,6 +180,7 @@ class BackwardContext:
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
+    alternatives: int
     scores_finite: bool
     q_buffer: int | None  # rotated queries, or None: args.q
     k_buffer: int | None  # rotated keys, or None: args.k

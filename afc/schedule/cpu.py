@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from afc.expr.nodes import const, variables
+from afc.expr.operators import add, call, mul
+from afc.expr.simplify import simplify
 from afc.ir.program import Program
-from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, TiledKernel
+from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, TiledKernel
+from afc.masks.boxes import Read, reads
 from afc.schedule import ops
 from afc.schedule.common import check_heads, check_storage, rotation_buffers, semantics, size
 from afc.schedule.targets import cpu
@@ -23,8 +27,10 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     rotates = bool(meaning.q_steps or meaning.k_steps)
     scale = meaning.gradient_scale
 
+    stored = meaning.mask.residual
+
     def launch(kernel: TiledKernel, *after: str) -> Launch:
-        walk = None if kernel.walk is None else replace(kernel.walk, aligned=False)
+        walk = None if kernel.walk is None else replace(kernel.walk, aligned=False, stored=stored)
         return Launch(replace(kernel, binding=binding, walk=walk), after)
 
     rotate = (launch(ops.rotate(f"{prefix}_rotate", tiles.rows)),) if rotates else ()
@@ -44,4 +50,33 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     buffers = rotation_buffers(meaning, both, both, both, both)
     if has_sum:
         buffers.append(Buffer("delta", meaning.compute, size("B", "H", "M"), ("backward",)))
+    if stored:
+        buffers += _extents(program, meaning)
     return LaunchPlan(program.name, "cpu", meaning, forward, backward, tuple(buffers))
+
+
+def extents_name(read: Read) -> str:
+    """Name of the buffer with the extents of a captured tensor."""
+    return f"extents_{read.tensor}_{read.axis}"
+
+
+def _extents(program: Program, meaning: Semantics) -> list[Buffer]:
+    """Least and largest values of ranges of what the mask reads. The workspace is laid out before a call, so
+    only for tensors whose sizes are dimensions of the call, and never along rows of a matrix of queries and
+    keys; of others, small boxes are read."""
+    assert meaning.mask.predicate is not None
+    shapes = {t.name: [e.size for e in t.shape] for t in program.tensors}
+    buffers = []
+    for read in reads(meaning.mask.predicate):
+        shape = shapes[read.tensor]
+        if read.axis is None or not variables(shape[read.axis]) <= {"B", "H", "Hk", "M", "N"}:
+            continue
+        others = [variables(e) for axis, e in enumerate(shape) if axis != read.axis]
+        if not frozenset().union(*others) <= {"B", "H", "Hk"}:
+            continue
+        padded = add(shape[read.axis], const(cpu.EXTENT_BLOCK - 1))
+        count = mul(call("floordiv", padded, const(cpu.EXTENT_BLOCK)), const(cpu.EXTENT_LEVELS))
+        for axis, size_of_axis in enumerate(shape):
+            count = count if axis == read.axis else mul(size_of_axis, count)
+        buffers.append(Buffer(extents_name(read), "extent", simplify(count), ("forward", "backward")))
+    return buffers

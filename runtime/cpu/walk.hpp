@@ -12,6 +12,7 @@
 namespace afc {
 
 using ::Run;
+using ::Runs;
 
 // The part of a run below index `end`.
 AFC_FN Run run_below(const Run &run, int64_t end) {
@@ -29,6 +30,17 @@ template <class Visit> AFC_FN void walk(const Run &run, int tile, Visit visit) {
       visit(int(first), int(min(int64_t(tile), segments[k][1] - first)), k == 2);
     }
   }
+}
+
+// The same of several runs; some may become empty.
+template <int N> AFC_FN Runs<N> run_below(Runs<N> runs, int64_t end) {
+  for (int k = 0; k < runs.count; ++k) runs.run[k] = run_below(runs.run[k], end);
+  return runs;
+}
+
+// The same walk over several runs, one after the other.
+template <int N, class Visit> AFC_FN void walk(const Runs<N> &runs, int tile, Visit visit) {
+  for (int k = 0; k < runs.count; ++k) walk(runs.run[k], tile, visit);
 }
 
 // Calls task(index, thread) for every index below `tasks`. One thread means no OpenMP team at all: a child of

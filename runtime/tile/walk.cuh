@@ -32,18 +32,52 @@ struct Walk {
   }
 };
 
-// The walk repeated for each of `members` heads: all partial tiles of all members, then all full ones. The position is
+// The tiles of several runs, no two of which touch one tile: the partial ones of all, then the full ones. For shared
+// memory, as it is indexed.
+template <int N> struct RunsWalk {
+  Walk walks[N];
+  int partial, count;
+
+  AFC_FN void set(const Runs<N> &runs, int size) {
+    partial = count = 0;
+    for (int k = 0; k < N; ++k) {
+      walks[k] = Walk::of(k < runs.count ? runs.run[k] : Run{0, 0, 0, 0}, size);
+      partial += walks[k].partial;
+      count += walks[k].count;
+    }
+  }
+
+  AFC_FN int tile(int step) const {
+    const bool full = step >= partial;
+    int rest = full ? step - partial : step, k = 0;
+    for (; k < N - 1; ++k) {
+      const int own = full ? walks[k].count - walks[k].partial : walks[k].partial;
+      if (rest < own) break;
+      rest -= own;
+    }
+    return walks[k].tile(full ? walks[k].partial + rest : rest);
+  }
+};
+
+// A walk repeated for each of `members` heads: all partial tiles of all members, then all full ones. The position is
 // kept, not computed from the step: that would take a division.
-struct GroupWalk {
-  Walk walk;
+template <class One> struct GroupWalkOf {
+  One walk;
   int members, partial, count;
 
   struct Position {
     int member, index;  // index: step of `walk`
   };
 
-  AFC_FN static GroupWalk of(const Run &run, int size, int members) {
-    const Walk walk = Walk::of(run, size);
+  // `walk` is set.
+  AFC_FN void repeat(int members_) {
+    members = members_;
+    partial = walk.partial * members;
+    count = walk.count * members;
+  }
+
+  AFC_FN static GroupWalkOf of(const Run &run, int size, int members) {
+    const One walk = One::of(run, size);
     return {walk, members, walk.partial * members, walk.count * members};
   }
 
@@ -58,6 +92,7 @@ struct GroupWalk {
 
   AFC_FN int tile(const Position &p) const { return walk.tile(p.index); }
 };
+using GroupWalk = GroupWalkOf<Walk>;
 
 struct WorkItem {
   int batch, head, tile;

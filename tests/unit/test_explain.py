@@ -79,10 +79,39 @@ def test_what_coefficients_depend_on_is_said() -> None:
 
 def test_what_elements_decide_is_said(program: Path) -> None:
     text = explain.explain_file(program, Options(), 512)
-    assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text
-    assert "element by element: i - j < 8 * (h + 1); it depends on batch or head" in text
+    assert "tested tile by tile: doc[b, i] == doc[b, j]; it reads doc" in text
+    assert "tested tile by tile: i - j < 8 * (h + 1); it depends on batch or head" in text
+    assert "visits at most" in text and "tiles are skipped by: j // 16 <= i // 16" in text
+    text = explain.explain_file(program, Options(("cuda",), dtypes=("bfloat16",)), 512)
+    assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text and "at most" not in text
     assert "assumed for a call: w = 128" in text and "assumed for a call: w = 24" in text
     assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
+
+
+SEVERAL = """mask odd(i, j) = (i - j) % 2 == 0
+attention sink(q, k, v) = softmax(streaming(dot(q, k); w = 100)) @ v
+attention every_other(q, k, v) = softmax(sliding_window(causal(odd(dot(q, k))); w = 100)) @ v
+"""
+
+
+def test_what_is_visited_is_what_is_kept(program: Path) -> None:
+    """With several runs, from bounds and from a test of tiles, the tiles are those with a kept element."""
+    program.write_text(SEVERAL)
+    length, tile = 3000, (96, 64)
+    text = explain.explain_file(program, Options(), length)
+    assert "tiles are skipped outside: j <= 3; or j >= i + -99 and j <= i + 99" in text
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    near = (j <= i) & (i - j < 100)
+    for name, kept in (("sink", near | ((j <= i) & (j < 4))), ("every_other", near & ((i - j) % 2 == 0))):
+        rows, columns = (np.arange(0, length, t) for t in tile)
+        tiles = np.logical_or.reduceat(np.logical_or.reduceat(kept, rows, 0), columns, 1)
+        (picture,) = viz.maps(program, Options(), length, name)
+        grid = set()
+        for piece in picture.steps:
+            row = piece.queries.start // tile[0]
+            grid |= {(row, piece.keys[0] // tile[1]), (row, piece.keys[-1] // tile[1])}
+        assert grid == {(r, c) for r, c in np.argwhere(tiles).tolist()}
+        assert "at most" not in picture.caption[0] and f"{picture.visited}" in text
 
 
 def test_a_fixed_parameter_is_not_assumed(program: Path, capsys: pytest.CaptureFixture[str]) -> None:

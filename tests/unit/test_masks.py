@@ -17,7 +17,8 @@ from afc.expr.evaluate import evaluate_formula
 from afc.frontend import check_text
 from afc.ir.masks import MaskPlan, Run
 from afc.ir.program import Program
-from afc.masks import derive, key_run, query_run
+from afc.masks import derive, key_runs, query_runs
+from afc.masks.runs import merge
 
 TILE = 8
 
@@ -56,25 +57,32 @@ def kept(program: Program, sizes: dict[str, int]) -> np.ndarray:
     return value
 
 
-def check_sound(run: Run, rows: np.ndarray, what: str) -> None:
+def check_sound(runs: tuple[Run, ...], rows: np.ndarray, grid: int, what: str) -> None:
     """`rows`: what is kept, [range of one axis, whole other axis]."""
-    assert 0 <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], what
-    assert not rows[:, : run.begin].any() and not rows[:, run.end :].any(), (
-        f"{what}: a kept element outside {run}"
-    )
-    assert rows[:, run.full_begin : run.full_end].all(), (
-        f"{what}: a removed element inside the full part of {run}"
-    )
+    at = 0
+    for run in runs:
+        assert at <= run.begin <= run.full_begin <= run.full_end <= run.end <= rows.shape[1], (what, runs)
+        assert not rows[:, at : run.begin].any(), f"{what}: a kept element outside {runs}"
+        assert rows[:, run.full_begin : run.full_end].all(), (
+            f"{what}: a removed element inside the full part of {run}"
+        )
+        at = run.end
+    assert not rows[:, at:].any(), f"{what}: a kept element outside {runs}"
+    tiles = [piece.start for run in runs for piece, _ in run.tiles(grid)]
+    assert len(tiles) == len(set(tiles)), f"{what}: a tile twice in {runs}"
 
 
 def check_plan(program: Program, plan: MaskPlan, sizes: dict[str, int]) -> None:
     keep = kept(program, sizes)
-    for first in range(0, sizes["M"], TILE):
-        last = min(first + TILE, sizes["M"]) - 1
-        check_sound(key_run(plan, first, last, sizes), keep[first : last + 1], f"queries {first}..{last}")
-    for first in range(0, sizes["N"], TILE):
-        last = min(first + TILE, sizes["N"]) - 1
-        check_sound(query_run(plan, first, last, sizes), keep[:, first : last + 1].T, f"keys {first}..{last}")
+    for grid in (1, 6):
+        for first in range(0, sizes["M"], TILE):
+            last = min(first + TILE, sizes["M"]) - 1
+            runs = key_runs(plan, first, last, sizes, grid)
+            check_sound(runs, keep[first : last + 1], grid, f"queries {first}..{last}")
+        for first in range(0, sizes["N"], TILE):
+            last = min(first + TILE, sizes["N"]) - 1
+            runs = query_runs(plan, first, last, sizes, grid)
+            check_sound(runs, keep[:, first : last + 1].T, grid, f"keys {first}..{last}")
 
 
 def sizes_of(generator: random.Random, **scalars: int) -> dict[str, int]:
@@ -101,21 +109,31 @@ COMMON = {
     "lengths": "n < N - 3",
     "diagonal": "i == j",
     "negated union": "not (j > i or i - j >= 6)",
+    "chunked": "i // 8 == j // 8",
+    "this chunk and the last": "0 <= i // 8 - j // 8 <= 1",
+    "queries from the fifth on": "i >= 5 and j <= i",
+    "sink and window": "j <= i and (j < 4 or i - j < 6)",
+    "global or window": "i < 3 or j < 3 or abs(i - j) < 5",
+    "negated window": "not (abs(i - j) < 6)",
+    "all but the diagonal": "i != j",
+    "by branches": "if i < 9 then j <= i else j >= 3",
+    "negated branches": "not (if i < 9 then j <= i else j < 3)",
 }
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_common_masks_are_decided_by_bounds(name: str) -> None:
     program, plan = plan_of(COMMON[name])
-    assert not plan.residual and plan.bounds
+    assert not plan.residual and (plan.bounds or plan.alternatives)
     generator = random.Random(1)
     for _ in range(25):
         sizes = sizes_of(generator)
         check_plan(program, plan, sizes)
         keep = kept(program, sizes)
-        for first in range(sizes["M"]):  # for a single query the run is exact
-            run = key_run(plan, first, first, sizes)
-            assert run.end - run.begin == keep[first].sum() == run.full_end - run.full_begin
+        for first in range(sizes["M"]):  # for a single query the runs are exact
+            runs = key_runs(plan, first, first, sizes)
+            full = sum(run.full_end - run.full_begin for run in runs)
+            assert sum(run.end - run.begin for run in runs) == keep[first].sum() == full
 
 
 def test_run_time_parameters_bound_too() -> None:
@@ -129,7 +147,15 @@ def test_run_time_parameters_bound_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["i % 2 == 0", "j <= i or j < 3", "i * i > j", "2 * j <= i", "if i < j then i > 3 else j > 2"]
+    "body",
+    [
+        "i % 2 == 0",
+        "i * i > j",
+        "2 * j <= i",
+        "i // 3 == j // 4",
+        "m // 3 == n // 3",
+        "j < 1 or j == 3 or j == 5 or j == 7 or j == 9",  # too many alternatives
+    ],
 )
 def test_what_does_not_fit_stays_with_the_elements(body: str) -> None:
     program, plan = plan_of(f"({body}) and j <= i + 4")
@@ -178,7 +204,7 @@ def test_random_masks_have_no_unsound_run() -> None:
 def test_no_mask_is_one_full_run() -> None:
     _, plan = plan_of("true")
     sizes = {"M": 9, "N": 30, "q_origin": 0, "k_origin": 0}
-    assert key_run(plan, 0, 8, sizes) == Run(0, 0, 30, 30)
+    assert key_runs(plan, 0, 8, sizes) == (Run(0, 0, 30, 30),)
     assert Run(0, 0, 30, 30).tiles(8) == [
         (slice(24, 32), False),
         *((slice(t, t + 8), True) for t in (0, 8, 16)),
@@ -196,7 +222,7 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
     from afc.render.blocks import CPU, render_blocks
     from afc.schedule.common import semantics
 
-    bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i"]
+    bodies = [*COMMON.values(), "j <= i and i - j < w", "i % 3 == 0 and j <= i", "i // w >= j // w or j < w"]
     generator = random.Random(4)
     calls, expected, parts = [], [], []
     for number, body in enumerate(bodies):
@@ -207,15 +233,19 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
         for _ in range(20):
             sizes = sizes_of(generator, w=generator.randint(1, 30))
             fields = "".join(f"a.{f} = {sizes[f]}; " for f in ("M", "N", "q_origin", "k_origin"))
-            a, b = sorted(generator.randrange(sizes["M"]) for _ in range(2))
-            c, d = sorted(generator.randrange(sizes["N"]) for _ in range(2))
-            calls.append(
-                f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']}; "
-                f"show(mask{number}::key_run(a, {a}, {b})); "
-                f"show(mask{number}::query_run(a, {c}, {d})); }}"
-            )
-            for run in (key_run(plan, a, b, sizes), query_run(plan, c, d, sizes)):
-                expected.append(f"{run.begin} {run.full_begin} {run.full_end} {run.end}")
+            calls.append(f"{{ afc_args a{{}}; {fields}a.scalar[0].i = {sizes['w']};")
+            for name, length, runs in (("key_run", "M", key_runs), ("query_run", "N", query_runs)):
+                first, last = sorted(generator.randrange(sizes[length]) for _ in range(2))
+                grid, several = generator.choice([1, 5, 8]), len(plan.alternatives)
+                arguments = f"a, {first}, {last}"
+                call = f"show(mask{number}::{name}({arguments}));"
+                if several:
+                    call = f"{{ Runs<{several}> r; mask{number}::{name}({arguments}, {grid}, r); show(r); }}"
+                calls.append(call)
+                found = runs(plan, first, last, sizes, grid)
+                shown = [f"{r.begin} {r.full_begin} {r.full_end} {r.end}" for r in found]
+                expected.append("; ".join(shown or ([] if several else ["0 0 0 0"])))
+            calls.append("}")
     source = "\n".join(
         [
             "#include <cstdio>",
@@ -224,9 +254,15 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
             '#include "cpu/math.hpp"',
             "using Real = float;",
             *parts,
-            "static void show(Run r) {",
-            '  std::printf("%d %d %d %d\\n", r.begin, r.full_begin, r.full_end, r.end);',
+            "static void show(const Run *r, int count) {",
+            "  for (int k = 0; k < count; ++k, ++r) {",
+            '    const char *between = k ? "; " : "";',
+            '    std::printf("%s%d %d %d %d", between, r->begin, r->full_begin, r->full_end, r->end);',
+            "  }",
+            '  std::printf("\\n");',
             "}",
+            "static void show(const Run &r) { show(&r, 1); }",
+            "template <int N> static void show(const Runs<N> &r) { show(r.run, r.count); }",
             "int main() {",
             *calls,
             "}",
@@ -242,3 +278,60 @@ def test_cpp_runs_agree_with_python(tmp_path: Path) -> None:
         "\n"
     )[:-1]
     assert got == expected
+
+
+WALK = """#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+static struct { unsigned x; } threadIdx;
+static unsigned __shfl_sync(unsigned, unsigned value, int) { return value; }
+using std::max;
+using std::min;
+#include "tile/walk.cuh"
+
+template <int N> static void show(const Run (&parts)[N], int grid, int length, int members) {
+  Runs<N> runs;
+  runs.clear();
+  for (const Run &part : parts) runs.add(part);
+  runs.merge(grid, length);
+  tile::GroupWalkOf<tile::RunsWalk<N>> walk;
+  walk.walk.set(runs, grid);
+  walk.repeat(members);
+  auto at = walk.begin();
+  for (int step = 0; step < walk.count; ++step, at = walk.next(at)) {
+    std::printf("%d %d %d;", at.member, walk.tile(at), step >= walk.partial);
+  }
+  std::printf("\\n");
+}
+"""
+
+
+def test_gpu_walks_over_several_runs(tmp_path: Path) -> None:
+    """The walk of the CUDA kernels, compiled for the host: for each head, the tiles of `Run.tiles`."""
+    generator = random.Random(5)
+    calls, expected = [], []
+    for _ in range(400):
+        length, grid, members = (generator.randint(1, high) for high in (200, 40, 3))
+        parts = []
+        for _ in range(generator.randint(2, 4)):
+            run = Run(*sorted(generator.randint(0, length) for _ in range(4)))
+            parts.append(run if run.full_begin < run.full_end else Run(run.begin, run.end, run.end, run.end))
+        texts = ", ".join(f"{{{r.begin}, {r.full_begin}, {r.full_end}, {r.end}}}" for r in parts)
+        calls.append(f"{{ const Run p[] = {{{texts}}}; show(p, {grid}, {length}, {members}); }}")
+        tiles = [
+            (piece.start // grid, full)
+            for run in merge(parts, grid, length)
+            for piece, full in run.tiles(grid)
+        ]
+        expected.append(sorted((member, *tile) for member in range(members) for tile in tiles))
+    (tmp_path / "walk.cpp").write_text("\n".join([WALK, "int main() {", *calls, "}"]))
+    command = ["g++", "-std=c++17", "-O1", f"-I{paths.runtime()}", "walk.cpp", "-o", "walk"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    shown = subprocess.run([str(tmp_path / "walk")], capture_output=True, text=True, check=True).stdout
+    for line, want in zip(shown.split("\n")[:-1], expected, strict=True):
+        steps = [tuple(map(int, step.split())) for step in line.split(";")[:-1]]
+        assert sorted(steps) == want
+        assert [full for *_, full in steps] == sorted(full for *_, full in steps)  # partial ones first

@@ -15,12 +15,13 @@ from afc.errors import SourceError, UsageError
 from afc.expr.evaluate import evaluate, evaluate_formula
 from afc.expr.nodes import Type, variables
 from afc.frontend import check_file, check_text
+from afc.ir.masks import Run
 from afc.ir.printer import print_plan, print_program
 from afc.ir.program import DIMENSIONS, Program, Rotation, TensorParam
 from afc.ir.protocol import WorkItem
 from afc.ir.tiled import LaunchPlan, Load, Tile
-from afc.masks import key_run, query_run
-from afc.reference import Call, backward, forward, run_backward, run_forward
+from afc.masks import key_runs, query_runs
+from afc.reference import Call, backward, forward, run_backward, run_forward, tiled
 from afc.reference.protocol import explore
 from afc.reference.protocol import inspect as inspect_protocol
 from afc.reference.rounding import to_storage
@@ -106,6 +107,29 @@ def test_schedule_equals_formula(path: Path, target: str) -> None:
             np.testing.assert_allclose(found.captured[name], gradient, rtol=1e-9, atol=1e-10, err_msg=name)
 
 
+def test_stored_runs_are_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed documents: of the tiles below the diagonal only those of one document, and the mask is
+    evaluated in the partial ones only."""
+    mask = "causal(document(dot(q, k); qdoc, kdoc))"
+    text = f"attention a(q, k, v; qdoc[B, M]: int, kdoc[B, N]: int) = softmax({mask}) @ v"
+    program = passes.run(check_text(text).programs[0], {"Dqk": D, "Dv": D})
+    plan = small(schedule(program, "cpu", "float64"))
+    ids = np.repeat(np.arange(6), [30, 5, 40, 25, 1, 19])[None].repeat(2, 0)
+    arguments = replace(call(program, 120, 120), tensors={"qdoc": ids, "kdoc": ids})
+    want = forward(program, arguments)
+    evaluated = []
+    monkeypatch.setattr(
+        tiled, "_keep", lambda work, memory, keep=tiled._keep: evaluated.append(work) or keep(work, memory)
+    )
+    got = run_forward(plan, arguments)
+    np.testing.assert_allclose(got.o, want.o, rtol=0, atol=1e-12)
+    i, j = np.arange(120)[:, None], np.arange(120)[None]
+    kept = (ids[0][:, None] == ids[0][None]) & (j <= i)
+    tiles = [kept[r : r + 12, c : c + 8] for r in range(0, 120, 12) for c in range(0, 120, 8)]
+    partial = sum(t.any() and not t.all() for t in tiles)
+    assert len(evaluated) == 2 * 4 * partial < 2 * 4 * sum(t.any() for t in tiles)
+
+
 @pytest.mark.parametrize("growth", [1.0, 30.0, 400.0])
 @pytest.mark.parametrize("form", ["stale", "watched"])
 def test_forms_of_the_softmax_agree(form: Literal["stale", "watched"], growth: float) -> None:
@@ -134,14 +158,14 @@ def test_hopper_plans_synchronise() -> None:
         sizes = {"M": 500, "N": 900, "q_origin": 0, "k_origin": 0}
         tile = kernel.tile
         own, other, length, runs = (
-            (tile.queries, tile.keys, 500, key_run)
+            (tile.queries, tile.keys, 500, key_runs)
             if axis == "queries"
-            else (tile.keys, tile.queries, 900, query_run)
+            else (tile.keys, tile.queries, 900, query_runs)
         )
         items = []
         for first in range(0, length, own):
-            run = runs(plan.semantics.mask, first, min(first + own, length) - 1, sizes)
-            items.append(WorkItem.of(run, other, 1))
+            found = runs(plan.semantics.mask, first, min(first + own, length) - 1, sizes)
+            items.append(WorkItem.of(found[0] if found else Run(0, 0, 0, 0), other, 1))
         assert any(i.partial + i.full == 0 for i in items) == (axis == "keys")  # keys that no query sees
         assert [explore(protocol, [item], range(3)) for item in items] == [None] * len(items)
 

@@ -13,6 +13,7 @@ COMPUTE = {"float64": "double", "float32": "float", "bfloat16": "float", "float1
 HEAD_MULTIPLE = 1
 HEAD_MAX = 1024
 ISA = "x86-64-v3"
+EXTENT_BLOCK, EXTENT_LEVELS = 32, 12  # of the tables in runtime/cpu/bounds.hpp
 
 
 @dataclass(frozen=True)
