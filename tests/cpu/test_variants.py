@@ -46,6 +46,25 @@ def test_published(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]
     assert not bad, f"{name} {dtype} {shape}: (error, allowed) {bad}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64], ids=["float64"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_lengths_of_zero(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]) -> None:
+    """No query, no key, neither: no division by a length, nothing read, zeros out."""
+    variant = PUBLISHED[name]
+    call = getattr(modules[name, dtype], variant.attention)
+    for m, n in ((0, variant.shape.n), (variant.shape.m, 0), (0, 0)):
+        shape, options = variant.shape, variant.arguments(variant.shape)
+        for info in call.info.tensors:  # cut to the lengths of this call
+            for axis, (size, _) in enumerate(info.shape):
+                if size in ("M", "N"):
+                    options[info.name] = options[info.name].narrow(axis, 0, m if size == "M" else n)
+        q, k, v = (x.requires_grad_() for x in inputs(shape.b, shape.h, shape.hk, m, n, D, D, dtype))
+        o = call(q, k, v, **options)
+        assert o.shape == (shape.b, shape.h, m, D) and not o.any()
+        for x, g in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
+            assert g.shape == x.shape and not g.any()
+
+
 def test_every_example_has_a_reference() -> None:
     """A program that nothing checks would be decoration."""
     assert {p.stem for p in EXAMPLES.glob("*.attn")} == {*VARIANTS, *PUBLISHED}
