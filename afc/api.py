@@ -147,7 +147,7 @@ def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) 
         attentions[program.name] = {
             "doc": program.doc,
             "key": text.hexdigest()[:16],
-            "parameters": [_parameter(p) for p in program.params],
+            "parameters": [_parameter(p, program) for p in program.params],
         }
     doc = f"Attention kernels of {source}, built by afc: {', '.join(attentions)}."
     return json.dumps(
@@ -161,10 +161,17 @@ def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) 
     )
 
 
-def _parameter(param: Param) -> dict[str, Any]:
+def _parameter(param: Param, program: Program) -> dict[str, Any]:
     if isinstance(param, TensorParam):
         shape = [[_size(e.size), e.broadcast] for e in param.shape]
-        return {"name": param.name, "kind": "tensor", "type": param.type.value, "shape": shape}
+        return {
+            "name": param.name,
+            "kind": "tensor",
+            "type": param.type.value,
+            "shape": shape,
+            "grad": param.grad,
+            "grad_is_zero": not any(r.load.tensor == param.name for r in program.captured_reads),
+        }
     default = None if param.default is None else param.default.value
     return {
         "name": param.name,

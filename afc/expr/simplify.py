@@ -48,6 +48,15 @@ def simplify_formula(formula: Formula) -> Formula:
     return drop_unused_lets(Formula(results, tuple(lets)))
 
 
+def logarithm(formula: Formula) -> Formula:
+    """log of a formula's result; of exp(e) it is e, which exists where exp(e) overflows."""
+    match formula.result:
+        case Op(name="exp", args=(exponent,)):
+            return Formula((exponent,), formula.lets)
+        case result:
+            return simplify_formula(Formula((Op("log", (result,), Type.FLOAT),), formula.lets))
+
+
 COSTLY = frozenset({"exp", "log", "tanh", "sigmoid", "sin", "cos", "pow", "sqrt", "rsqrt"})
 
 

@@ -203,13 +203,12 @@ class AttentionChecker:
                 f"`{parameter.name}` has rank {len(extents)}; a captured tensor has rank 4 at most",
                 parameter.span,
             )
-        if parameter.grad:
+        if parameter.grad and option_type(parameter) is not Type.FLOAT:
             self.report.error(
                 "E0402",
-                f"a gradient for the captured tensor `{parameter.name}` is outside what this version "
-                "compiles",
+                f"`{parameter.name}` is {option_type(parameter).value}; only a float tensor has a gradient",
                 parameter.span,
-                hint="drop `grad`: the tensor is then a constant to autograd",
+                hint="drop `grad`",
             )
         return TensorParam(
             parameter.name, tuple(extents), option_type(parameter), parameter.grad, parameter.span

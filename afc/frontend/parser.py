@@ -191,6 +191,13 @@ class _Builder:
                 grad = True
             elif part is not None:
                 kind = str(part)
+        if grad and extents is None:
+            raise SourceError.of(
+                "E0402",
+                f"`{name}` is a number; only a captured tensor has a gradient",
+                self.span(tree),
+                hint=f"capture it as a tensor: `{name}[1]: grad`",
+            )
         return ast.Parameter(str(name), extents, kind, grad, bound, self.optional(default), self.span(tree))
 
     def extent(self, tree: Any) -> ast.Extent:
@@ -278,7 +285,9 @@ class _Builder:
         return ast.Keyword(str(name), ast.Name(str(name), span) if value is None else self.node(value), span)
 
     def index(self, parts: list[Any], span: Span) -> ast.Node:
-        if parts[1].data == "slice":
+        if parts[1] is None:
+            return ast.Index(str(parts[0]), (), span)
+        if isinstance(parts[1], Tree) and parts[1].data == "slice":
             lo, hi = (self.optional(c) for c in parts[1].children)
             return ast.Slice(str(parts[0]), lo, hi, False, span)
         return ast.Index(str(parts[0]), tuple(map(self.node, parts[1:])), span)

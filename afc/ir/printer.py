@@ -45,6 +45,10 @@ def print_program(program: Program) -> str:
     if gradient is not None:
         lines.append(f"  score gradient: constant {gradient.constant!r}")
         lines += [line for f in gradient.steps for line in (_formula(f, 4) if f is not None else ["    1"])]
+    for read in program.captured_reads:
+        place = "the extra term" if read.step is None else f"score step {read.step + 1}"
+        lines.append(f"  gradient of {attn(read.load)}, read in {place}")
+        lines += _formula(read.coefficient, 4)
     return "\n".join(lines) + "\n"
 
 

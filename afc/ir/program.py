@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from afc.errors import Span
-from afc.expr.nodes import Const, Expr, Formula, Type
+from afc.expr.nodes import Const, Expr, Formula, Load, Type
 
 INDEX_NAMES = ("b", "h", "i", "j", "m", "n")
 DIMENSIONS = ("B", "H", "Hk", "M", "N", "Dqk", "Dv")
@@ -113,6 +113,22 @@ class ScoreGradient:
 
 
 @dataclass(frozen=True)
+class CapturedRead:
+    """A read of a captured tensor whose gradient is asked for, in a score step or in the extra term.
+
+    `step`: place in `scores`, None for the normalizer's extra term. The gradient of the element that `load`
+    names is the sum over all scores of dX * `coefficient`, where dX is the gradient of the score after all
+    steps times the varying derivatives of the steps behind this one; their constant derivatives are part of
+    `coefficient`, a formula of the step's own input s. For the extra term dX is the gradient of its
+    logarithm.
+    """
+
+    load: Load
+    step: int | None
+    coefficient: Formula
+
+
+@dataclass(frozen=True)
 class Program:
     """An attention. `constants` are dimensions and parameters fixed at compile time (`-D D=64`)."""
 
@@ -128,6 +144,7 @@ class Program:
     normalizer: Normalizer
     constants: tuple[tuple[str, int | float | bool], ...] = ()
     score_gradient: ScoreGradient | None = None
+    captured_reads: tuple[CapturedRead, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorParam, ...]:

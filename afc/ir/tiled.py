@@ -14,10 +14,12 @@ from typing import Literal, Union
 
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
-from afc.ir.program import Rotation, Step
+from afc.ir.program import CapturedRead, Rotation, Step
 from afc.ir.protocol import Protocol
 
-Kind = Literal["table", "rotate", "forward", "preprocess", "backward", "postprocess", "combine", "plan"]
+Kind = Literal[
+    "table", "rotate", "forward", "preprocess", "backward", "captured", "postprocess", "combine", "plan"
+]
 Axis = Literal["queries", "keys"]
 Pass = Literal["forward", "backward"]
 Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
@@ -108,6 +110,26 @@ class ScoreGradient:
 
 
 @dataclass(frozen=True)
+class AddCaptured:
+    """Adds P (dP - delta), times the derivative of the score by each read of a captured tensor, to the
+    element of its gradient that was read. Without a sum over the keys `delta` is None: dP, masked, instead.
+    """
+
+    p: str
+    dp: str
+    delta: str | None
+    s: str
+
+
+@dataclass(frozen=True)
+class AddCapturedExtra:
+    """The same for reads in the normalizer's extra term, row by row: -exp(log extra - LSE) delta."""
+
+    lse: str
+    delta: str
+
+
+@dataclass(frozen=True)
 class RowDot:
     """out = rowsum(a * b) - minus: delta of the backward pass, where `minus` is the gradient of the LSE."""
 
@@ -169,6 +191,8 @@ TileOp = Union[  # noqa: UP007
     OnlineSoftmax,
     Weights,
     ScoreGradient,
+    AddCaptured,
+    AddCapturedExtra,
     RowDot,
     Round,
     Scale,
@@ -269,6 +293,7 @@ class Semantics:
     mask: MaskPlan
     has_sum: bool = True
     log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
+    captured: tuple[CapturedRead, ...] = ()
 
 
 @dataclass(frozen=True)

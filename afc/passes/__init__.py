@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from afc.ir.program import Program
 from afc.ir.verify import verify
+from afc.passes.captured import captured
 from afc.passes.rotations import matrices
 from afc.passes.scores import differentiate, factor, merge_linear, weigh
 from afc.passes.specialise import fold, specialise
@@ -25,8 +26,8 @@ class Pass:
 
 
 # Order: `weigh` may add the last score step; `matrices` and `merge_linear` need folded constants; `factor`
-# looks at the last step, so linear steps must have merged first; `differentiate` is last because it derives
-# the steps that are emitted.
+# looks at the last step, so linear steps must have merged first; `differentiate` and `captured` are last
+# because they derive the steps that are emitted.
 PASSES: tuple[Pass, ...] = (
     Pass("fold", fold),
     Pass("matrices", matrices),
@@ -34,6 +35,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("merge_linear", merge_linear),
     Pass("factor", factor),
     Pass("differentiate", differentiate),
+    Pass("captured", captured),
 )
 
 

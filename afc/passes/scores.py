@@ -68,18 +68,27 @@ def differentiate(program: Program) -> Program:
     constant = program.normalizer.factor
     steps: list[Formula | None] = []
     for step in program.scores:
-        try:
-            derivative = gradient(step.formula, ("s",))
-        except NotDifferentiable as missing:
-            raise SourceError.of(
-                "E0303", f"`{step.block}` has no derivative through `{missing.operator}`", step.span
-            ) from None
-        number, rest = _constant_factor(derivative.result)
+        number, rest = split_derivative(step)
         constant *= number
-        steps.append(
-            None if rest == const(1.0) else share_calls(simplify_formula(Formula((rest,), derivative.lets)))
-        )
+        steps.append(rest)
     return replace(program, score_gradient=ScoreGradient(tuple(steps), constant))
+
+
+def split_derivative(step: Step) -> tuple[float, Formula | None]:
+    """d step / d s as a number times what varies; None where nothing varies.
+
+    Raises SourceError E0303 for a step without a derivative.
+    """
+    try:
+        derivative = gradient(step.formula, ("s",))
+    except NotDifferentiable as missing:
+        raise SourceError.of(
+            "E0303", f"`{step.block}` has no derivative through `{missing.operator}`", step.span
+        ) from None
+    number, rest = _constant_factor(derivative.result)
+    if rest == const(1.0):
+        return number, None
+    return number, share_calls(simplify_formula(Formula((rest,), derivative.lets)))
 
 
 def _linear_factor(formula: Formula) -> float | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from afc.expr.evaluate import evaluate_formula
 from afc.ir.program import Program, Rotation
+from afc.reference.captured import add_extra, add_scores, extra_gradient
 
 Array = Any  # np.ndarray of float64
 
@@ -101,11 +102,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of q, k and v, in their shapes."""
+    """Gradients of q, k and v, in their shapes, and of captured tensors marked `grad`, by name."""
 
     dq: Array
     dk: Array
     dv: Array
+    captured: Mapping[str, Array] = field(default_factory=dict)
 
 
 def rotate(x: Array, steps: tuple[Rotation, ...], origin: int | Array, transpose: bool = False) -> Array:
@@ -213,12 +215,27 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
         delta = delta - np.asarray(dlse, np.float64)[..., None]
     dp, derivative = do @ v.swapaxes(-1, -2), _score_derivative(program, call, t.s)
     if program.normalizer.has_sum:
-        ds = np.where(t.keep & (t.p != 0), t.p * (dp - delta) * derivative, 0.0)
+        dx = np.where(t.keep & (t.p != 0), t.p * (dp - delta), 0.0)
     else:
-        ds = np.where(t.keep, dp * derivative, 0.0)
+        dx = np.where(t.keep, dp, 0.0)
+    ds = np.where(dx == 0, 0.0, dx * derivative)
     dq = rotate(ds @ t.k, program.q_steps, call.q_origin, transpose=True)
     dk = rotate(_sum_group(ds.swapaxes(-1, -2) @ t.q, group), program.k_steps, call.k_origin, transpose=True)
-    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group))
+    captured = _captured(program, call, t, dx, delta)
+    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
+
+
+def _captured(program: Program, call: Call, t: _Trace, dx: Array, delta: Array) -> dict[str, Array]:
+    """Gradients of the captured tensors marked `grad`, in their shapes."""
+    gradients = {p.name: np.zeros(np.shape(call.tensors[p.name])) for p in program.tensors if p.grad}
+    steps, reads, env = program.score_gradient, program.captured_reads, call.elements()
+    assert steps is not None
+    add_scores(gradients, reads, program.scores, steps.steps, env, call.tensors, t.s, dx)
+    if program.normalizer.extra is not None:
+        lse = t.result.lse[..., None]
+        dextra = extra_gradient(np.broadcast_to(_log_extra(program, call), lse.shape), lse, delta)
+        add_extra(gradients, reads, env, call.tensors, dextra)
+    return gradients
 
 
 def _sum_group(x: Array, group: int) -> Array:

@@ -16,6 +16,8 @@ import numpy as np
 from afc.expr.evaluate import evaluate, evaluate_formula
 from afc.ir.masks import Run
 from afc.ir.tiled import (
+    AddCaptured,
+    AddCapturedExtra,
     Launch,
     LaunchPlan,
     Load,
@@ -36,6 +38,7 @@ from afc.ir.tiled import (
     Weights,
 )
 from afc.masks import key_run, query_run
+from afc.reference.captured import add_extra, add_scores, extra_gradient
 from afc.reference.dense import Call, Gradients, Result, rotate
 from afc.reference.rounding import to_storage
 
@@ -49,6 +52,7 @@ class _Memory:
     call: Call
     semantics: Semantics
     tensors: dict[str, Array] = field(default_factory=dict)
+    captured: dict[str, Array] = field(default_factory=dict)  # gradients, in the tensors' shapes
     group: int = 1
 
 
@@ -93,8 +97,11 @@ def run_backward(
         "dk": call.without_unread(np.full(call.k.shape, np.nan)),
         "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
+    memory.captured = {
+        r.load.tensor: np.zeros(np.shape(call.tensors[r.load.tensor])) for r in plan.semantics.captured
+    }
     _run(plan.backward, memory)
-    return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"])
+    return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"], memory.captured)
 
 
 def _memory(plan: LaunchPlan, call: Call) -> _Memory:
@@ -190,6 +197,22 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             else:
                 ds = tiles[p] * (tiles[dp] - tiles[delta]) * derivative
                 tiles[out] = np.where(tiles[p] == 0, 0.0, ds)
+        case AddCaptured(p=p, dp=dp, delta=delta, s=s):
+            dx = tiles[dp] if delta is None else tiles[p] * (tiles[dp] - tiles[delta])
+            add_scores(
+                memory.captured,
+                semantics.captured,
+                semantics.scores,
+                semantics.score_gradients,
+                _env(work, memory),
+                memory.call.tensors,
+                tiles[s],
+                dx if delta is None else np.where(tiles[p] == 0, 0.0, dx),
+            )
+        case AddCapturedExtra(lse=lse, delta=delta):
+            extra = _log_extra(work, memory, tiles[lse].shape[0])
+            dextra = extra_gradient(extra, tiles[lse], tiles[delta])
+            add_extra(memory.captured, semantics.captured, _env(work, memory), memory.call.tensors, dextra)
         case RowDot(out=out, a=a, b=b, minus=minus):
             tiles[out] = (tiles[a] * tiles[b]).sum(-1, keepdims=True) - tiles[minus]
         case Round(x=x):

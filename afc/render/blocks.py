@@ -5,6 +5,9 @@ target.
     struct Item, load_item          terms that depend on neither row nor column
     score, score_gradient           the score steps and their derivative
     log_extra                       logarithm of what the normalizer adds to the sum
+    captured_gradients, captured_offset_<n>
+                                    what an element adds to the gradients of captured tensors, and where
+    captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     key_run, query_run              runs of indices from the bounds of the mask
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double
@@ -14,6 +17,7 @@ target.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from afc.expr.exact import exact
@@ -35,7 +39,7 @@ from afc.expr.nodes import (
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
-from afc.ir.program import DIMENSIONS, Program, Rotation, Step
+from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, Step
 from afc.ir.rotation import distinct_entries
 from afc.ir.tiled import Semantics
 
@@ -140,6 +144,10 @@ TAKEN = frozenset(
         "log_extra",
         "key_run",
         "query_run",
+        "captured_gradients",
+        "captured_extra_gradients",
+        "d",
+        "gradients",
     ]
 )
 TABLE_LIMIT = 512
@@ -171,6 +179,24 @@ class RotationText:
 
 
 @dataclass(frozen=True)
+class CapturedText:
+    """A read of a captured tensor whose gradient is asked for, in the order of `gradients[...]`.
+
+    `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
+    `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
+    `extra`: the read is in the normalizer's extra term; `axes`: the dimension of the tensor that the batch,
+    the query head, the query row alone index, -1 where none.
+    """
+
+    slot: int
+    offset: str
+    by_row: bool
+    reads_position: bool
+    extra: bool
+    axes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class BlockText:
     """Everything the templates get from `render.blocks`."""
 
@@ -181,6 +207,7 @@ class BlockText:
     has_extra: bool
     q_rotations: tuple[RotationText, ...]
     k_rotations: tuple[RotationText, ...]
+    captured: tuple[CapturedText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,11 +240,14 @@ class _Writer:
         self.rotations: dict[object, str] = {}
         self.fields = self._fields()
         self.parts: list[str] = []
+        self.score_calls: list[str] = []
+        self.derivative_calls: list[str | None] = []
 
     def write(self) -> BlockText:
         self._item()
         self._score()
         self._extra()
+        captured = self._captured()
         self._mask()
         self._runs()
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
@@ -231,6 +261,7 @@ class _Writer:
             self.semantics.log_extra is not None,
             tuple(q),
             tuple(k),
+            captured,
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -242,6 +273,7 @@ class _Writer:
             *(s.formula for s in self.program.scores),
             *gradients,
             *((extra,) if extra is not None else ()),
+            *(f for r in self.program.captured_reads for f in (r.coefficient, Formula(r.load.indices))),
             *(s.formula for s in self.program.masks),
         ]
 
@@ -323,6 +355,8 @@ class _Writer:
         for step, derivative in zip(steps, self.semantics.score_gradients, strict=True):
             name = self._name(step.block)
             call = self._function(name, step, step.formula, "Real", takes_s=True)
+            self.score_calls.append(call)
+            gradient_call = None
             if derivative is not None:
                 gradient_call = self._function(
                     self._name(f"{step.block}_gradient"),
@@ -333,6 +367,7 @@ class _Writer:
                     note=f"Derivative of {step.block} with respect to s.",
                 )
                 gradients.append(f"gradient *= {gradient_call};")
+            self.derivative_calls.append(gradient_call)
             gradients.append(f"s = {call};")
             calls.append(f"s = {call};")
         signature = "Real s, int m, int n, int i, int j, const Item &item, const afc_args &args"
@@ -364,11 +399,107 @@ class _Writer:
             f"  return {call};\n}}"
         )
 
+    # ---- gradients of captured tensors --------------------------------------------------------------------
+
+    def _captured(self) -> tuple[CapturedText, ...]:
+        reads = self.program.captured_reads
+        if not reads:
+            return ()
+        found = tuple(self._captured_read(n, read) for n, read in enumerate(reads))
+        if any(read.step is not None for read in reads):
+            self._captured_gradients(reads)
+        extra = [(n, read) for n, read in enumerate(reads) if read.step is None]
+        if extra:
+            lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in extra]
+            self.parts.append(
+                "// What a row adds to the gradients of captured tensors through its extra term, of whose\n"
+                "// logarithm d is the gradient.\n"
+                "AFC_FN void captured_extra_gradients(Real d, int m, int i, const Item &item,\n"
+                "                                     const afc_args &args, Real *gradients) {\n  "
+                + "\n  ".join(lines)
+                + "\n}"
+            )
+        return found
+
+    def _captured_gradients(self, reads: tuple[CapturedRead, ...]) -> None:
+        first = min(read.step for read in reads if read.step is not None)
+        backward: list[str] = []
+        for k in reversed(range(first, len(self.score_calls))):
+            terms = [(n, r) for n, r in enumerate(reads) if r.step == k]
+            backward += [f"gradients[{n}] = {self._captured_term(r, f's_{k}')};" for n, r in terms]
+            derivative = self.derivative_calls[k]
+            if k > first and derivative is not None:
+                backward.append(f"d *= {_of_step(derivative, k)};")
+        inputs = [int(k) for line in backward for k in re.findall(r"\bs_(\d+)", line)]
+        forward = ["const Real s_0 = s;"] if inputs else []
+        forward += [
+            f"const Real s_{k + 1} = {_of_step(call, k)};"
+            for k, call in enumerate(self.score_calls[: max(inputs, default=0)])
+        ]
+        body = "\n  ".join([*forward, *backward])
+        self.parts.append(
+            "// What a score adds to the gradients of captured tensors; d is the gradient of the score.\n"
+            "AFC_FN void captured_gradients(Real s, Real d, int m, int n, int i, int j, const Item &item,\n"
+            f"                               const afc_args &args, Real *gradients) {{\n  {body}\n}}"
+        )
+
+    def _captured_term(self, read: CapturedRead, s: str) -> str:
+        match read.coefficient:
+            case Formula(results=(Const(value=value),), lets=()):
+                return "d" if value == 1 else f"d * Real({float(value)!r})"
+        step = self._captured_step(read)
+        name = self._name(f"{step.block}_{read.load.tensor}_gradient")
+        note = f"Derivative by {attn(read.load)}, times the constant derivatives of the steps behind it."
+        call = self._function(name, step, read.coefficient, "Real", takes_s=bool(s), note=note)
+        return f"d * {call.replace('(s', f'({s}', 1) if s else call}"
+
+    def _captured_step(self, read: CapturedRead) -> Step:
+        n = self.program.normalizer
+        if read.step is None:
+            return Step(n.block, read.coefficient, n.call, n.doc, n.span, n.origin)
+        return self.semantics.scores[read.step]
+
+    def _captured_read(self, index: int, read: CapturedRead) -> CapturedText:
+        slot = self.slots[read.load.tensor]
+        formula = self._with_fields(Formula(read.load.indices))
+        parameters, arguments, names = self._parameters(formula, takes_s=False)
+        if "args" not in arguments:
+            parameters.append("const afc_args &args")
+            arguments.append("args")
+        ranges = dict(self.printer.ranges) | {
+            f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"
+        }
+        printer = replace(self.printer, names={**self.dimensions, **names}, ranges=ranges)
+        indices = "".join(f", {printer.text(i)}" for i in formula.results)
+        name = f"captured_offset_{index}"
+        self.parts.append(
+            f"// Place of {attn(read.load)} in its gradient; -1 outside.\n"
+            f"AFC_FN int64_t {name}({', '.join(parameters)}) {{\n"
+            f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
+        )
+        used = {v for i in read.load.indices for v in variables(i)}
+        return CapturedText(
+            slot,
+            f"{name}({', '.join(arguments)})",
+            not used & {"n", "j"},
+            "i" in used,
+            read.step is None,
+            (_axis(read.load, "b"), _axis(read.load, "h"), max(_axis(read.load, "m"), _axis(read.load, "i"))),
+        )
+
     def _function(
         self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None
     ) -> str:
         """Emit a block's function; returns the text of its call."""
         formula = self._with_fields(formula)
+        parameters, arguments, names = self._parameters(formula, takes_s)
+        body = self._body(formula, names, {p.split()[-1].lstrip("&") for p in parameters})
+        comment = _comment(step, note)
+        self.parts.append(f"{comment}\nAFC_FN {result} {name}({', '.join(parameters)}) {{\n{body}\n}}")
+        return f"{name}({', '.join(arguments)})"
+
+    def _parameters(self, formula: Formula, takes_s: bool) -> tuple[list[str], list[str], dict[str, str]]:
+        """Parameters and arguments of a function of a formula, and the names of Item's fields inside it."""
         used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
         parameters = ["Real s"] if takes_s else []
         arguments = ["s"] if takes_s else []
@@ -383,11 +514,7 @@ class _Writer:
         if any(isinstance(e, Load) for e in formula_exprs(formula)) or used & set(self.dimensions):
             parameters.append("const afc_args &args")
             arguments.append("args")
-        names = {f"item.{f.name}": f.name for f in self.fields}
-        body = self._body(formula, names, {p.split()[-1].lstrip("&") for p in parameters})
-        comment = _comment(step, note)
-        self.parts.append(f"{comment}\nAFC_FN {result} {name}({', '.join(parameters)}) {{\n{body}\n}}")
-        return f"{name}({', '.join(arguments)})"
+        return parameters, arguments, {f"item.{f.name}": f.name for f in self.fields}
 
     def _with_fields(self, formula: Formula) -> Formula:
         table = {f.expr: Var(f"item.{f.name}", f.expr.type) for f in self.fields}
@@ -541,6 +668,16 @@ class _Writer:
 
         lets = tuple(Let(x.name, visit(x.value)) for x in formula.lets)
         return Formula(tuple(map(visit, formula.results)), lets), tables
+
+
+def _axis(load: Load, index: str) -> int:
+    """The dimension that is indexed by this index itself, -1 where none is."""
+    return next((n for n, i in enumerate(load.indices) if i == Var(index, Type.INT)), -1)
+
+
+def _of_step(call: str, step: int) -> str:
+    """A call of a function of s, for the input of a step."""
+    return call.replace("(s", f"(s_{step}", 1)
 
 
 def _captured_sizes(program: Program) -> dict[str, str]:

@@ -8,8 +8,15 @@ from typing import Literal
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
 from afc.ir.tiled import LaunchPlan
-from afc.render.blocks import CPU, RotationText, render_blocks
-from afc.render.cpu_context import CpuBuffer, CpuContext, CpuRotated, CpuRotation
+from afc.render.blocks import CPU, CapturedText, RotationText, render_blocks
+from afc.render.cpu_context import (
+    CpuBuffer,
+    CpuCapturedGradient,
+    CpuCapturedRead,
+    CpuContext,
+    CpuRotated,
+    CpuRotation,
+)
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
@@ -27,7 +34,9 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     s = plan.semantics
     blocks = render_blocks(program, s, CPU)
     rows = plan.forward[-1].kernel.tile
-    keys = plan.backward[-1].kernel.tile if plan.backward else rows  # without a backward nothing prints it
+    # Without a backward nothing prints it.
+    walks = [x.kernel for x in plan.backward if x.kernel.stationary == "keys" and x.kernel.walk]
+    keys = walks[0].tile if walks else rows
     schedule = f"{rows.queries} queries in lanes x {rows.keys} keys"
     if plan.backward:
         schedule += f"; dK, dV: {keys.keys} keys in lanes x {keys.queries} queries"
@@ -44,6 +53,9 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         )
         for b in plan.buffers
     )
+    reads = blocks.captured if plan.backward else ()
+    gradients = _captured_gradients(program, reads)
+    places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
     return CpuContext(
         name=symbol,
@@ -68,9 +80,24 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         rotated=tuple(r for r in rotated if r is not None),
         buffers=buffers,
         captured=len(program.tensors),
+        captured_gradients=gradients,
+        captured_reads=tuple(
+            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
+            for n, r in enumerate(reads)
+        ),
+        gradient_slots=sum(1 << g.slot for g in gradients),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
     )
+
+
+def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tuple[CpuCapturedGradient, ...]:
+    found = []
+    for slot in dict.fromkeys(r.slot for r in reads):
+        axes = [r.axes for r in reads if r.slot == slot]
+        common = [one[0] if len(set(one)) == 1 else -1 for one in zip(*axes, strict=True)]
+        found.append(CpuCapturedGradient(program.tensors[slot].name, slot, (common[0], common[1], common[2])))
+    return tuple(found)
 
 
 def _rotated(

@@ -83,6 +83,31 @@ class CpuBuffer:
 
 
 @dataclass(frozen=True)
+class CpuCapturedGradient:
+    """A captured tensor whose gradient is asked for: its place in the signature, and the dimension that the
+    batch, the query head, the query row alone index in every read (-1: none).
+    """
+
+    name: str
+    slot: int
+    axes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class CpuCapturedRead:
+    """A read of such a tensor: its place in `gradients[...]` and that of its tensor in `captured_gradients`;
+    the rest as in render.blocks.CapturedText.
+    """
+
+    index: int
+    gradient: int
+    offset: str
+    by_row: bool
+    reads_position: bool
+    extra: bool
+
+
+@dataclass(frozen=True)
 class CpuContext:
     """One unit.
 
@@ -108,6 +133,9 @@ class CpuContext:
       rotated     rotated operands, q before k; may be empty
       buffers     parts of the workspace
       captured    number of captured tensors
+      captured_gradients, captured_reads
+                  captured tensors whose gradient is asked for and is not 0 everywhere, and their reads
+      gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward
     """
@@ -134,5 +162,8 @@ class CpuContext:
     rotated: tuple[CpuRotated, ...]
     buffers: tuple[CpuBuffer, ...]
     captured: int
+    captured_gradients: tuple[CpuCapturedGradient, ...]
+    captured_reads: tuple[CpuCapturedRead, ...]
+    gradient_slots: int
     scalar_checks: tuple[ScalarCheck, ...]
     backward: bool

@@ -162,7 +162,7 @@ def _run(
         if np.ndim(origin) == 0:
             origins[n], pointers[n] = int(origin), 0
     module = attention.module
-    size = module._afc_workspace(entry.index, False, -1, sizes, *origins, threads, *pointers)
+    size = module._afc_workspace(entry.index, False, -1, sizes, *origins, threads, (), *pointers)
     workspace = np.empty(size + WORKSPACE_ALIGNMENT, np.uint8)
     start = -(-workspace.ctypes.data // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     module._afc_run(

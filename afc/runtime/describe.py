@@ -16,12 +16,14 @@ Size = int | str | tuple[Any, ...]  # a number, a name, or (operator, operands..
 @dataclass(frozen=True)
 class TensorInfo:
     """A captured tensor: sizes as small expressions, `broadcast` where size 1 is also accepted; type float,
-    int, bool.
+    int, bool; `grad` where the module gives its gradient, which is 0 where no score depends on it.
     """
 
     name: str
     shape: tuple[tuple[Size, bool], ...]
     type: str
+    grad: bool
+    grad_is_zero: bool
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,8 @@ def read_module(module: Any) -> ModuleInfo:
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorInfo:
-    return TensorInfo(
-        data["name"], tuple((_size(size), bool(one)) for size, one in data["shape"]), data["type"]
-    )
+    shape = tuple((_size(size), bool(one)) for size, one in data["shape"])
+    return TensorInfo(data["name"], shape, data["type"], bool(data["grad"]), bool(data["grad_is_zero"]))
 
 
 def _size(data: Any) -> Size:

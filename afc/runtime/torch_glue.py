@@ -48,6 +48,7 @@ CAPTURED_DTYPES = {
 NO_KV_LEN = -1
 DETERMINISTIC = 1
 CUDA_ALIGNMENT = 16
+FIXED_ARGUMENTS = 6  # of the autograd function, before the captured tensors
 
 # Operators live as long as the process: an unloaded one would dangle in compiled code.
 _LIBRARIES: dict[str, Any] = {}
@@ -154,11 +155,11 @@ class TorchGlue:
         self.check_mode(entry, deterministic)
         numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
         attention.check_lse(entry, return_lse)
-        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured))
         if needs_grad:
             if not entry.backward:
                 raise NotImplementedError(f"{self.name}: this module was built without its backward pass")
-            o, lse = self.function(q, k, v, captured, numbers, deterministic, return_lse)
+            o, lse = self.function(q, k, v, numbers, deterministic, return_lse, *captured)
         else:
             o, lse = self.forward_op(q, k, v, captured, *numbers)
         return (o, lse) if return_lse else o
@@ -197,7 +198,9 @@ class TorchGlue:
         return entry
 
     def captured(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[Tensor]:
-        """Captured tensors in signature order, checked."""
+        """Captured tensors in signature order, checked. Those that may take a gradient keep their shape, so
+        that the gradient has it; the others are expanded to what the kernels see.
+        """
         if not self.attention.info.tensors:
             return []
         known = self.attention.known_sizes(q.shape, k.shape, v.shape, options)
@@ -211,15 +214,31 @@ class TorchGlue:
                 raise self.attention.fail(TypeError, info.name, wanted, str(x.dtype))
             if x.device != q.device:
                 raise self.attention.fail(ValueError, info.name, f"q's device {q.device}", str(x.device))
-            if x.requires_grad and torch.is_grad_enabled():
+            if x.requires_grad and not info.grad and torch.is_grad_enabled():
                 raise self.attention.fail(
                     ValueError,
                     info.name,
                     "a tensor without requires_grad (its parameter is not declared `grad`)",
                     "one that requires a gradient",
                 )
-            tensors.append(x.expand(self.attention.check_captured(info, tuple(x.shape), known)))
+            full = self.attention.check_captured(info, tuple(x.shape), known)
+            tensors.append(x if info.grad else x.expand(full))
         return tensors
+
+    def full_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, captured: list[Tensor], values: tuple[float, ...]
+    ) -> list[tuple[int, ...]]:
+        """Shapes of the captured tensors as the kernels see them; `values`: the run-time scalars."""
+        infos = self.attention.info.tensors
+        if not any(info.grad for info in infos):
+            return [tuple(x.shape) for x in captured]
+        names = [s.name for s in self.attention.info.scalars]
+        scalars = {n: int(x) for n, x in zip(names, values, strict=True)}
+        known = self.attention.known_sizes(q.shape, k.shape, v.shape, scalars)
+        return [
+            self.attention.check_captured(info, tuple(x.shape), known)
+            for info, x in zip(infos, captured, strict=True)
+        ]
 
     def check_mode(self, entry: EntryInfo, deterministic: bool) -> None:
         if (deterministic or torch.are_deterministic_algorithms_enabled()) and not entry.deterministic:
@@ -284,8 +303,10 @@ class TorchGlue:
         backward: bool,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         tensors: tuple[Any, ...],
         captured: list[Tensor],
+        gradients: list[Tensor | None],
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
@@ -305,8 +326,15 @@ class TorchGlue:
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        shapes = self.full_shapes(q, k, v, captured, values)
+        captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
+        infos = self.attention.info.tensors
+        gradient_views = tuple(
+            None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
+            for info, x, s in zip(infos, gradients, shapes, strict=True)
+        )
         workspace_bytes = self.module._afc_workspace(
-            entry.index, backward, device, sizes, q_origin, k_origin, threads, *pointers
+            entry.index, backward, device, sizes, q_origin, k_origin, threads, gradient_views, *pointers
         )
         workspace = (
             torch.empty(workspace_bytes + 256, dtype=torch.uint8, device=q.device)
@@ -322,8 +350,8 @@ class TorchGlue:
             device,
             sizes,
             tensors,
-            tuple(_captured_view(x) for x in captured),
-            (),
+            captured_views,
+            gradient_views,
             values,
             q_origin,
             k_origin,
@@ -360,7 +388,8 @@ class TorchGlue:
             None,
             None,
         )
-        self._run(entry, False, q, k, tensors, captured, floats, ints, per_batch, False)
+        none: list[Tensor | None] = [None] * len(captured)
+        self._run(entry, False, q, k, v, tensors, captured, none, floats, ints, per_batch, False)
         return o, lse
 
     def fake_forward(
@@ -390,11 +419,16 @@ class TorchGlue:
         ints: list[int],
         per_batch: list[Tensor | None],
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
-        dq, dk, dv = self.fake_backward(
-            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic
+        dq, dk, dv, _ = self.fake_backward(
+            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic, wanted
         )
+        gradients = [
+            x.new_zeros(x.shape, dtype=lse.dtype) if want else None
+            for x, want in zip(captured, wanted, strict=True)
+        ]
         if entry.target == "cuda":
             d_o, q, k, v, o = _aligned(d_o), _aligned(q), _aligned(k), _aligned(v), _aligned(o)
         tensors = (
@@ -409,8 +443,9 @@ class TorchGlue:
             _view(dk),
             _view(dv),
         )
-        self._run(entry, True, q, k, tensors, captured, floats, ints, per_batch, deterministic)
-        return dq, dk, dv
+        self._run(entry, True, q, k, v, tensors, captured, gradients, floats, ints, per_batch, deterministic)
+        pairs = zip(captured, gradients, strict=True)
+        return dq, dk, dv, [g.to(x.dtype) for x, g in pairs if g is not None]
 
     def fake_backward(
         self,
@@ -426,8 +461,10 @@ class TorchGlue:
         ints: list[int],
         per_batch: list[Tensor | None],
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape))
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        gradients = [x.new_empty(x.shape) for x, want in zip(captured, wanted, strict=True) if want]
+        return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape)), gradients
 
 
 def _define(library: Any, key: str) -> None:
@@ -437,7 +474,7 @@ def _define(library: Any, key: str) -> None:
     library.define(
         f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
         f"{common}, "
-        "bool deterministic) -> (Tensor, Tensor, Tensor)"
+        "bool deterministic, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])"
     )
 
 
@@ -451,13 +488,13 @@ def _autograd_function(glue: TorchGlue) -> Any:
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            captured: list[Tensor],
             numbers: Numbers,
             deterministic: bool,
             return_lse: bool,
+            *captured: Tensor,
         ) -> tuple[Tensor, Tensor]:
             floats, ints, per_batch = numbers
-            o, lse = glue.forward_op(q, k, v, captured, floats, ints, per_batch)
+            o, lse = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch)
             ctx.save_for_backward(q, k, v, o, lse, *per_batch, *captured)
             ctx.floats, ctx.ints, ctx.per_batch = floats, ints, len(per_batch)
             ctx.deterministic, ctx.return_lse = deterministic, return_lse
@@ -470,7 +507,8 @@ def _autograd_function(glue: TorchGlue) -> Any:
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
             q, k, v, o, lse, *others = ctx.saved_tensors
             per_batch, captured = others[: ctx.per_batch], others[ctx.per_batch :]
-            dq, dk, dv = glue.backward_op(
+            wanted = list(ctx.needs_input_grad[FIXED_ARGUMENTS:])
+            dq, dk, dv, gradients = glue.backward_op(
                 d_o,
                 dlse if ctx.return_lse else None,
                 q,
@@ -483,7 +521,10 @@ def _autograd_function(glue: TorchGlue) -> Any:
                 ctx.ints,
                 per_batch,
                 ctx.deterministic,
+                wanted,
             )
-            return dq, dk, dv, None, None, None, None
+            found = iter(gradients)
+            none = [None] * (FIXED_ARGUMENTS - 3)
+            return dq, dk, dv, *none, *(next(found) if want else None for want in wanted)
 
     return AttentionFunction.apply

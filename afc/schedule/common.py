@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from afc.errors import UsageError
 from afc.expr.interval import Interval, interval
-from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, inline_lets
+from afc.expr.nodes import Const, Expr, Op, Type, Var, const, inline_lets
 from afc.expr.operators import add, mul
-from afc.expr.simplify import simplify_formula
+from afc.expr.simplify import logarithm
 from afc.ir.program import Program, Rotation
 from afc.ir.rotation import distinct_entries
 from afc.ir.tiled import Buffer, Pass, Semantics
@@ -36,19 +36,9 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
         gradient.constant,
         derive(s.formula for s in program.masks),
         program.normalizer.has_sum,
-        _log_extra(program.normalizer.extra),
+        None if program.normalizer.extra is None else logarithm(program.normalizer.extra),
+        program.captured_reads,
     )
-
-
-def _log_extra(extra: Formula | None) -> Formula | None:
-    """log(extra), as a formula; of exp(e) it is e, which exists where exp(e) overflows."""
-    if extra is None:
-        return None
-    match extra.result:
-        case Op(name="exp", args=(exponent,)):
-            return Formula((exponent,), extra.lets)
-        case result:
-            return simplify_formula(Formula((Op("log", (result,), Type.FLOAT),), extra.lets))
 
 
 def check_softmax(program: Program, name: str) -> None:
@@ -60,6 +50,17 @@ def check_softmax(program: Program, name: str) -> None:
             f"normalizer `{normalizer.call}` of `{program.name}`: target `{name}` compiles "
             "exp(s) / sum(exp(s)) only",
             hint="build for the CPU with `--backend cpu`, or use `softmax`",
+        )
+
+
+def check_captured(program: Program, name: str) -> None:
+    """Raises UsageError E0411 for a gradient of a captured tensor, which the target does not compute."""
+    wanted = [t.name for t in program.tensors if t.grad]
+    if wanted:
+        raise UsageError.of(
+            "E0411",
+            f"gradient of `{wanted[0]}` of `{program.name}`: target `{name}` computes only those of q, k, v",
+            hint="build for the CPU with `--backend cpu`, or drop `grad`",
         )
 
 

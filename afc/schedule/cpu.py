@@ -37,6 +37,9 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     dq = ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale, has_sum)
     dkv = ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, False, has_sum)
     backward = (*rotate, *preprocess, launch(dq, *before), launch(dkv, *before))
+    if meaning.captured:
+        captured = ops.captured(f"{prefix}_captured", tiles.rows, meaning.captured, has_sum)
+        backward = (*backward, launch(captured, *before))
     both: tuple[Pass, ...] = ("forward", "backward")
     buffers = rotation_buffers(meaning, both, both, both, both)
     if has_sum:

@@ -7,9 +7,13 @@ the mask and every rounding explicit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+from afc.ir.program import CapturedRead
 from afc.ir.tiled import (
+    AddCaptured,
+    AddCapturedExtra,
     Load,
     Mask,
     Matmul,
@@ -144,6 +148,26 @@ def backward_keys(
             Store("dV", "dv"),
         ),
     )
+
+
+def captured(name: str, tile: Tile, reads: Sequence[CapturedRead], has_sum: bool = True) -> TiledKernel:
+    """Gradients of captured tensors: of each tile of queries, all keys. Reads of the extra term alone need no
+    scores.
+    """
+    extra: tuple[TileOp, ...] = ()
+    if any(r.step is None for r in reads):
+        extra = (AddCapturedExtra("LSE", "delta"),)
+    if all(r.step is None for r in reads):
+        rows = (Load("LSE", "lse"), Load("delta", "delta"))
+        return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), extra)
+    if has_sum:
+        weights = (*SCORES, Weights("P", "X", "LSE"), GRADIENT_OF_WEIGHTS)
+        add = AddCaptured("P", "dP", "delta", "S")
+    else:
+        weights = (*WEIGHTS, GRADIENT_OF_WEIGHTS, Mask("dP", 0.0))
+        add = AddCaptured("P", "dP", None, "S")
+    body = (*KEYS, *weights, add)
+    return TiledKernel(name, "captured", "queries", tile, "any", _rows(has_sum), Walk("keys"), body, extra)
 
 
 def postprocess(name: str, tile: Tile, gradient_scale: float) -> TiledKernel:

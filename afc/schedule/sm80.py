@@ -15,6 +15,7 @@ from afc.ir.program import Program, Rotation
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
 from afc.schedule.common import (
+    check_captured,
     check_heads,
     check_softmax,
     check_storage,
@@ -33,6 +34,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
     check_softmax(program, "cuda")
+    check_captured(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)

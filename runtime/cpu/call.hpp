@@ -67,13 +67,13 @@ AFC_FN int check_tensors(const afc_args &args, bool backward, int64_t head_qk, i
   return AFC_OK;
 }
 
-// Captured tensors: the first `captured` are the attention's own; no other may be set, and none takes a
-// gradient.
-AFC_FN int check_captured(const afc_args &args, int captured) {
+// Captured tensors: the first `captured` are the attention's own; no other may be set. Those with a bit in
+// `gradients` may take a gradient.
+AFC_FN int check_captured(const afc_args &args, int captured, unsigned gradients) {
   for (int k = 0; k < AFC_MAX_CAPTURED; ++k) {
-    if (args.grad_captured[k].data != nullptr) {
+    if (args.grad_captured[k].data != nullptr && (gradients >> k & 1) == 0) {
       return afc_fail(AFC_UNSUPPORTED,
-                      "grad_captured[%d]: this module computes no gradient of captured tensors", k);
+                      "grad_captured[%d]: this module computes no gradient of this captured tensor", k);
     }
     if (k >= captured && args.captured[k].data != nullptr) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: expected %d captured tensors, got more", k, captured);
@@ -142,10 +142,10 @@ AFC_FN int check_execution(const afc_args &args) {
 }
 
 AFC_FN int check_call(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v, int captured,
-                      int64_t needed) {
+                      int64_t needed, unsigned gradients = 0) {
   if (int status = check_execution(args)) return status;
   if (int status = check_tensors(args, backward, head_qk, head_v)) return status;
-  if (int status = check_captured(args, captured)) return status;
+  if (int status = check_captured(args, captured, backward ? gradients : 0)) return status;
   if (int status = check_positions(args)) return status;
   return check_workspace(args, needed);
 }

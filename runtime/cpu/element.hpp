@@ -125,9 +125,8 @@ template <class T> AFC_FN T read_at(const afc_captured &tensor, int64_t offset) 
   }
 }
 
-// tensor[indices...] as T (Real, int64_t or bool). Outside the tensor nothing is read: NaN for a float, 0,
-// false.
-template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... indices) {
+// Offset of tensor[indices...], -1 outside the tensor.
+template <class... Index> AFC_FN int64_t element_offset(const afc_captured &tensor, Index... indices) {
   const int64_t index[sizeof...(indices) + 1] = {int64_t(indices)..., 0};
   bool inside = true;
   int64_t offset = 0;
@@ -135,7 +134,14 @@ template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Ind
     inside = inside && index[d] >= 0 && index[d] < tensor.size[d];
     offset += index[d] * tensor.stride[d];
   }
-  if (!inside) return std::numeric_limits<T>::quiet_NaN();  // 0 for integers
+  return inside ? offset : -1;
+}
+
+// tensor[indices...] as T (Real, int64_t or bool). Outside the tensor nothing is read: NaN for a float, 0,
+// false.
+template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... indices) {
+  const int64_t offset = element_offset(tensor, indices...);
+  if (offset < 0) return std::numeric_limits<T>::quiet_NaN();  // 0 for integers
   return read_at<T>(tensor, offset);
 }
 

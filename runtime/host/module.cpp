@@ -245,18 +245,20 @@ bool check_workspace(const afc_entry &entry, const afc_args &args, int backward)
   return true;
 }
 
-// _afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads[, q_origin_per_batch,
-// k_origin_per_batch, kv_len_per_batch]) -> bytes
+// _afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads, grad_captured[,
+// q_origin_per_batch, k_origin_per_batch, kv_len_per_batch]) -> bytes
 PyObject *call_workspace(PyObject *, PyObject *const *argv, Py_ssize_t argc) {
   const afc_entry *entry = nullptr;
   int backward = 0;
   afc_args args;
   start_args(&args);
-  const bool ok = check_count("_afc_workspace", 7, argc) && read_entry(argv[0], &entry) &&
+  const bool ok = check_count("_afc_workspace", 8, argc) && read_entry(argv[0], &entry) &&
                   read_bool(argv[1], &backward) && read_int32(argv[2], "device", &args.device) &&
                   read_sizes(argv[3], &args) && read_int64(argv[4], "q_origin", &args.q_origin) &&
                   read_int64(argv[5], "k_origin", &args.k_origin) &&
-                  read_int32(argv[6], "threads", &args.threads) && read_per_batch(argv, argc, 7, &args);
+                  read_int32(argv[6], "threads", &args.threads) &&
+                  read_captured_tuple(argv[7], "grad_captured", args.grad_captured) &&
+                  read_per_batch(argv, argc, 8, &args);
   if (!ok) return nullptr;
   const int64_t bytes = afc_call_workspace(entry->workspace, &args, backward);
   return bytes < 0 ? raise_status(*entry, afc_last_status()) : PyLong_FromLongLong(bytes);
@@ -372,8 +374,8 @@ int execute(PyObject *object) {
 PyMethodDef methods[] = {
     {"_afc_workspace", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_workspace)),
      METH_FASTCALL,
-     "_afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads[, q_origin_per_batch, "
-     "k_origin_per_batch, kv_len_per_batch]) -> bytes"},
+     "_afc_workspace(entry, backward, device, sizes, q_origin, k_origin, threads, grad_captured[, "
+     "q_origin_per_batch, k_origin_per_batch, kv_len_per_batch]) -> bytes"},
     {"_afc_run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_run)), METH_FASTCALL,
      "_afc_run(entry, backward, flags, device, sizes, tensors, captured, grad_captured, scalars, q_origin, "
      "k_origin, workspace_ptr, workspace_bytes, stream, threads[, q_origin_per_batch, k_origin_per_batch, "

@@ -84,9 +84,9 @@ class Author:
             self.condition(self.random.randrange(3)),
         )
         parts = [
-            f"score score_{index}(s, b, h, i, j, m; t[H], u[B, M]) = {formula}",
+            f"score score_{index}(s, b, h, i, j, m; t[H]: grad, u[B, M]: grad) = {formula}",
             f"mask mask_{index}(b, h, i, j, n; flags[B, N]: bool) = {condition}",
-            f"attention random_{index}(q, k, v; t[H], u[B, M], flags[B, N]: bool) {{",
+            f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool) {{",
             *([f"    {rotation}"] if rotation else []),
             f"    return {self.pick(*NORMALIZERS).format(scores)} @ v",
             "}",
@@ -124,13 +124,20 @@ def test_three_ways(tmp_path: Path) -> None:
             want, scheduled = forward(lowered, call), run_forward(plan, call)
             gradients = backward(lowered, call, do)
             close(scheduled.o, want.o, what)
-            for name, found in vars(run_backward(plan, call, scheduled, do)).items():
-                close(found, getattr(gradients, name), f"{name} of {what}")
+            again = run_backward(plan, call, scheduled, do)
+            for name in ("dq", "dk", "dv"):
+                close(getattr(again, name), getattr(gradients, name), f"{name} of {what}")
+            for name, found in again.captured.items():
+                close(found, gradients.captured[name], f"gradient of {name} of {what}")
             inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
             options = {name: torch.from_numpy(x) for name, x in tensors.items()}
+            learned = [options[name].requires_grad_() for name in ("t", "u")]
             kernel = getattr(module, f"random_{n}")
             o = kernel(*inputs, **options, q_origin=origins[0], k_origin=origins[1])
             close(o.detach().numpy(), want.o, what)
-            found = torch.autograd.grad(o, inputs, torch.from_numpy(do))
-            for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+            found = torch.autograd.grad(o, [*inputs, *learned], torch.from_numpy(do))
+            for name, x in zip(("t", "u"), found[3:], strict=True):
+                want_gradient = gradients.captured.get(name, np.zeros(x.shape))
+                close(x.numpy(), want_gradient, f"gradient of {name} of {what}")
+            for name, x in zip(("dq", "dk", "dv"), found[:3], strict=True):
                 close(x.numpy(), getattr(gradients, name), f"{name} of {what}")

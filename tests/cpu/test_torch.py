@@ -376,7 +376,7 @@ def test_raw_calls_check_their_scalars() -> None:
     views = tuple((x.data_ptr(), *x.stride()) for x in tensors)
     lse = torch.zeros(1, 1, 1)
     views = (*views, (lse.data_ptr(), 1, 1, 1, 1), None, None, None, None, None)
-    size = kernel._afc_workspace(0, False, -1, sizes, 0, 0, 1)
+    size = kernel._afc_workspace(0, False, -1, sizes, 0, 0, 1, ())
     memory = torch.empty(size + 256, dtype=torch.uint8)
     pointer = (memory.data_ptr() + 255) // 256 * 256
     for w, wrong in ((5, False), (0, True), (2**40, True)):

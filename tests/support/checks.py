@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Outcome:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    learned: dict[str, Tensor]
 
 
 def poison(device: str = "cpu", megabytes: int = 64) -> None:
@@ -74,17 +75,23 @@ def run(
     do: Tensor,
     dlse: Tensor | None,
     extras: dict[str, Any],
+    learned: Sequence[str] = (),
 ) -> Outcome:
-    """Forward and backward of `call(q, k, v, **extras) -> (o, lse)`."""
+    """Forward and backward of `call(q, k, v, **extras) -> (o, lse)`; `learned`: extras with a gradient."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    extras = extras | {name: extras[name].detach().requires_grad_() for name in learned}
     o, lse = call(q, k, v, **extras)
     loss = (o.double() * do.double()).sum()
     if dlse is not None:
         finite = torch.isfinite(lse)
         loss = loss + (torch.where(finite, lse.double(), 0.0) * dlse.double()).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), allow_unused=True)
-    zero = [torch.zeros_like(x) if g is None else g for g, x in zip((dq, dk, dv), (q, k, v), strict=True)]
-    return Outcome(*(x.detach().double() for x in (o, lse, *zero)))
+    leaves = (q, k, v, *(extras[name] for name in learned))
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    zero = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    dq, dk, dv, *rest = (x.detach().double() for x in zero)
+    return Outcome(
+        o.detach().double(), lse.detach().double(), dq, dk, dv, dict(zip(learned, rest, strict=True))
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -109,6 +116,7 @@ def compare(
     v: Tensor,
     extras: dict[str, Any],
     with_dlse: bool = True,
+    learned: Sequence[str] = (),
 ) -> dict[str, tuple[float, float]]:
     """Errors of o, lse and gradients as (ours, allowed): twice that of dense math in the input dtype, plus a
     floor.
@@ -120,10 +128,10 @@ def compare(
     double = {
         n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in extras.items()
     }
-    truth = run(variant.reference, q.double(), k.double(), v.double(), do, dlse, double)
-    yard = run(variant.reference, q, k, v, do, dlse, extras)
+    truth = run(variant.reference, q.double(), k.double(), v.double(), do, dlse, double, learned)
+    yard = run(variant.reference, q, k, v, do, dlse, extras, learned)
     poison(q.device.type)
-    ours = run(lambda *a, **x: call(*a, **x, return_lse=True), q, k, v, do, dlse, extras)
+    ours = run(lambda *a, **x: call(*a, **x, return_lse=True), q, k, v, do, dlse, extras, learned)
     floors = _floors(q, k, v, do, truth)
     found = {}
     for name in ("o", "lse", "dq", "dk", "dv"):
@@ -132,6 +140,10 @@ def compare(
             relative(getattr(ours, name), want),
             2 * relative(getattr(yard, name), want) + floors[name],
         )
+    for name in learned:
+        want = truth.learned[name]
+        allowed = 2 * relative(yard.learned[name], want) + floors["learned"]
+        found[name] = relative(ours.learned[name], want), allowed
     return found
 
 
@@ -161,6 +173,8 @@ def _floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, truth: Outcome) -> dict
         n: own + product * max(1.0, x / max(getattr(truth, n).norm().item(), 1e-300))
         for n, x in reach.items()
     }
+    # A captured tensor's gradient sums the same dS times coefficients, which enter as q and k do.
+    gradient["learned"] = max(gradient["dq"], gradient["dk"])
     return {"o": own, "lse": 4 * eps + (own if double else 0.0), **gradient}
 
 

@@ -209,11 +209,13 @@ def deberta(q: Tensor, k: Tensor, v: Tensor, c2p: Tensor, p2c: Tensor, R: int, k
 
 
 def forgetting(q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, q_origin: int = 0) -> Result:
-    """D_ij, the sum of log f_l over j < l <= i, summed term by term."""
-    log_f = torch.diff(ck.double(), prepend=torch.zeros_like(ck[..., :1], dtype=torch.float64))
-    i, j, step = torch.arange(q.shape[2]) + q_origin, torch.arange(k.shape[2]), torch.arange(k.shape[2])
-    between = (step > j[:, None]) & (step <= i[:, None, None])
-    decay = torch.einsum("bhl,ijl->bhij", log_f, between.double())
+    """D_ij, the sum of log f_l over j < l <= i: those up to i less those up to j, summed term by term."""
+
+    def up_to(sums: Tensor) -> Tensor:
+        log_f = torch.diff(sums.double(), prepend=torch.zeros_like(sums[..., :1], dtype=torch.float64))
+        return torch.einsum("bhl,il->bhi", log_f, torch.ones(2 * [sums.shape[2]], dtype=torch.float64).tril())
+
+    decay = up_to(cq)[..., :, None] - up_to(ck)[..., None, :]
     return scaled(q, k, v, lower(q, k, q_origin), decay)
 
 

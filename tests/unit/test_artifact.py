@@ -197,10 +197,10 @@ def test_two_modules_of_one_name_give_their_own_kernels(
 
 def test_workspace(two_kernels: tuple[Path, Path]) -> None:
     module = load(two_kernels[0])
-    assert module._afc_workspace(0, False, -1, (3, 1, 1, 5, 5), 0, 0, 1) == 768
-    assert module._afc_workspace(0, True, -1, (3, 1, 1, 5, 5), 0, 0, 1) == 0
+    assert module._afc_workspace(0, False, -1, (3, 1, 1, 5, 5), 0, 0, 1, ()) == 768
+    assert module._afc_workspace(0, True, -1, (3, 1, 1, 5, 5), 0, 0, 1, ()) == 0
     with pytest.raises(NotImplementedError, match="affine: N: 77 is not supported"):
-        module._afc_workspace(0, False, -1, (3, 1, 1, 5, 77), 0, 0, 1)
+        module._afc_workspace(0, False, -1, (3, 1, 1, 5, 77), 0, 0, 1, ())
 
 
 def test_captured_tensor_and_scalars(two_kernels: tuple[Path, Path]) -> None:
@@ -274,7 +274,7 @@ import sys, os
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 sys.modules["afc"] = None  # importing it fails, as where it is not installed
 import kernel
-bytes = kernel._afc_workspace(0, False, -1, (1, 1, 1, 1, 1), 0, 0, 1)
+bytes = kernel._afc_workspace(0, False, -1, (1, 1, 1, 1, 1), 0, 0, 1, ())
 print(len(kernel._afc_entries), bytes, "torch" in sys.modules)
 for name in ("affine", "other"):
     try:

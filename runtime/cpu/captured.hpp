@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Gradients of captured tensors: sums over scores, in a fixed order whatever the number of threads. Work is
+// split along those of batch, query head and query tile that each tensor is indexed by, so that no two tasks
+// add to one element; a small tensor does not restrict the split, each task adds to a copy of its own.
+#ifndef AFC_CPU_CAPTURED_HPP
+#define AFC_CPU_CAPTURED_HPP
+
+#include "abi/afc_abi.h"
+#include "element.hpp"
+#include "host/status.h"
+
+namespace afc {
+
+constexpr int BATCH = 0, HEAD = 1, TILE = 2;  // axes along which work may be split
+constexpr int64_t COPIES = 1 << 22;  // elements that all copies of a small tensor may have
+
+// A captured tensor that can have a gradient. `axis`: the dimension that the batch, the query head or the query
+// row alone indexes, -1 where none.
+struct CapturedGradient {
+  int slot;
+  int axis[3];
+};
+
+// Elements of a gradient: dimensions of stride 0 are summed over.
+AFC_FN int64_t gradient_size(const afc_captured &gradient) {
+  int64_t size = 1;
+  for (int d = 0; d < gradient.rank; ++d) size *= gradient.stride[d] == 0 ? 1 : gradient.size[d];
+  return size;
+}
+
+// How the work is split, and which gradients are summed in copies.
+template <int COUNT> struct Shares {
+  int64_t count[3];      // tasks along each axis
+  bool copied[COUNT];
+  int64_t start[COUNT];  // of a gradient among the copies of a task
+  int64_t copy_size;     // doubles per task
+
+  int64_t tasks() const { return count[BATCH] * count[HEAD] * count[TILE]; }
+};
+
+// Whether tasks that differ in an axis add to different elements.
+AFC_FN bool owns(const CapturedGradient &what, const afc_captured &gradient, int axis) {
+  return what.axis[axis] >= 0 && gradient.stride[what.axis[axis]] != 0;
+}
+
+template <int COUNT>
+AFC_FN Shares<COUNT> share_out(const afc_args &args, const CapturedGradient (&what)[COUNT], int64_t tiles,
+                               const bool (&split)[3]) {
+  const int64_t whole[3] = {args.B, args.Hq, tiles};
+  Shares<COUNT> shares{};
+  for (int axis = 0; axis < 3; ++axis) shares.count[axis] = split[axis] ? whole[axis] : min(int64_t(1), whole[axis]);
+  for (int k = 0; k < COUNT; ++k) {
+    const afc_captured &gradient = args.grad_captured[what[k].slot];
+    if (gradient.data == nullptr) continue;
+    for (int axis = 0; axis < 3; ++axis) {
+      if (shares.count[axis] > 1 && !owns(what[k], gradient, axis)) shares.copied[k] = true;
+    }
+    shares.start[k] = shares.copy_size;
+    if (shares.copied[k]) shares.copy_size += gradient_size(gradient);
+  }
+  return shares;
+}
+
+// Depends on the shapes alone. Without a large tensor: a task for each query head of each batch.
+template <int COUNT>
+AFC_FN Shares<COUNT> share_out(const afc_args &args, const CapturedGradient (&what)[COUNT], int64_t tiles) {
+  bool split[3] = {true, true, false}, large = false;
+  for (int k = 0; k < COUNT; ++k) {
+    const afc_captured &gradient = args.grad_captured[what[k].slot];
+    if (gradient.data == nullptr) continue;
+    if (gradient_size(gradient) <= COPIES / max(int64_t(1), args.B * args.Hq)) continue;
+    for (int axis = 0; axis < 3; ++axis) {
+      split[axis] = (split[axis] || (axis == TILE && !large)) && owns(what[k], gradient, axis);
+    }
+    large = true;
+  }
+  const Shares<COUNT> shares = share_out(args, what, tiles, split);
+  if (shares.tasks() * shares.copy_size <= COPIES) return shares;
+  split[TILE] = false;
+  return share_out(args, what, tiles, split);
+}
+
+// Where a task adds what it finds for one tensor.
+template <class Real> struct CapturedSum {
+  double *copy;  // null: straight to the gradient
+  Real *gradient;
+
+  void add(int64_t offset, double value) const {
+    if (offset < 0) return;
+    if (copy != nullptr) {
+      copy[offset] += value;
+    } else {
+      gradient[offset] = Real(gradient[offset] + value);
+    }
+  }
+};
+
+template <int COUNT> AFC_FN bool any_gradient(const afc_args &args, const CapturedGradient (&what)[COUNT]) {
+  for (const CapturedGradient &one : what) {
+    if (args.grad_captured[one.slot].data != nullptr) return true;
+  }
+  return false;
+}
+
+// Gradients that tasks add to directly start from 0.
+template <class Real, int COUNT>
+AFC_FN void clear_gradients(const afc_args &args, const CapturedGradient (&what)[COUNT],
+                            const Shares<COUNT> &shares) {
+  for (int k = 0; k < COUNT; ++k) {
+    const afc_captured &gradient = args.grad_captured[what[k].slot];
+    if (gradient.data == nullptr || shares.copied[k]) continue;
+    std::memset(gradient.data, 0, size_t(gradient_size(gradient)) * sizeof(Real));
+  }
+}
+
+// Sums the copies of all tasks, in their order.
+template <class Real, int COUNT>
+AFC_FN void add_copies(const afc_args &args, const CapturedGradient (&what)[COUNT], const Shares<COUNT> &shares,
+                       const double *copies) {
+  for (int k = 0; k < COUNT; ++k) {
+    if (!shares.copied[k]) continue;
+    const afc_captured &gradient = args.grad_captured[what[k].slot];
+    Real *to = static_cast<Real *>(gradient.data);
+    const int64_t size = gradient_size(gradient), tasks = shares.tasks();
+    for (int64_t e = 0; e < size; ++e) {
+      double sum = 0;
+      for (int64_t task = 0; task < tasks; ++task) sum += copies[task * shares.copy_size + shares.start[k] + e];
+      to[e] = Real(sum);
+    }
+  }
+}
+
+// Gradients are of type Real, contiguous over the dimensions whose stride is not 0.
+template <class Real, int COUNT>
+AFC_FN int check_gradients(const afc_args &args, const CapturedGradient (&what)[COUNT]) {
+  const int expected = sizeof(Real) == 8 ? AFC_FLOAT64 : AFC_FLOAT32;
+  for (const CapturedGradient &one : what) {
+    const afc_captured &gradient = args.grad_captured[one.slot];
+    if (gradient.data == nullptr) continue;
+    if (gradient.dtype != expected) {
+      return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected dtype %d (that of the LSE), got %d", one.slot,
+                      expected, int(gradient.dtype));
+    }
+    int64_t stride = 1;
+    for (int d = gradient.rank - 1; d >= 0; --d) {
+      if (gradient.stride[d] == 0) continue;
+      if (gradient.size[d] != 1 && gradient.stride[d] != stride) {
+        return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected a contiguous gradient", one.slot);
+      }
+      stride *= gradient.size[d];
+    }
+  }
+  return AFC_OK;
+}
+
+}  // namespace afc
+#endif  // AFC_CPU_CAPTURED_HPP
