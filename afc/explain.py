@@ -22,6 +22,7 @@ from afc.frontend.report import did_you_mean
 from afc.ir.masks import Bound, MaskPlan, Run
 from afc.ir.printer import print_program
 from afc.ir.program import Normalizer, Program, Rotation, ScalarParam
+from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
 from afc.masks import derive, key_run
 from afc.options import Constant, Options
@@ -270,7 +271,10 @@ def _rotation(step: Rotation) -> str:
     assert isinstance(step.first, Const) and isinstance(step.width, Const)
     first, width = int(step.first.value), int(step.width.value)
     pair = f"c with c + {width // 2}" if step.pairing == "half" else "2c with 2c + 1"
-    return f"{step.call}, columns {first} to {first + width - 1}, pairing {pair}"
+    reads = dependence((step,))
+    of = ["batch entry"] * reads.batch + ["head"] * reads.head
+    tables = f"; coefficients for each {' and '.join(of)}" if of else ""
+    return f"{step.call}, columns {first} to {first + width - 1}, pairing {pair}{tables}"
 
 
 def _scores(original: Program, program: Program) -> list[str]:

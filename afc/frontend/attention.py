@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
-from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors, formula_variables
+from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
 from afc.expr.simplify import simplify
@@ -95,11 +95,18 @@ class AttentionChecker:
         )
 
     def options(
-        self, declaration: ast.Declaration, node: ast.Call, names: dict[str, Binding] | None = None
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        names: dict[str, Binding] | None = None,
+        dimensions: dict[str, Expr] | None = None,
     ) -> dict[str, Binding] | None:
-        """What a statement gives the options of a block, or None after reported mistakes."""
+        """What a statement gives the options of a block, or None after reported mistakes.
+
+        `dimensions`: D and L of the operand that a rotation is called on.
+        """
         scope = self.scope(names)
-        bound = self.blocks.bind_options(declaration, node, scope)
+        bound = self.blocks.bind_options(declaration, node, scope, dimensions=dimensions)
         if bound is None:
             return None
         return {n: b if isinstance(b, TensorRef) else closed(b, scope) for n, b in bound.items()}
@@ -401,22 +408,24 @@ class AttentionChecker:
                 "E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span
             )
             return None
-        options = self.options(declaration, node)
+        dimensions: dict[str, Expr] = {"D": width, "L": Var("M" if rows.operand == "q" else "N", Type.INT)}
+        options = self.options(declaration, node, dimensions=dimensions)
         if options is None:
             return None
-        length = Var("M" if rows.operand == "q" else "N", Type.INT)
-        formula = self.blocks.instantiate(declaration, options, {"D": width, "L": length})
+        formula = self.blocks.instantiate(declaration, options, dimensions)
         if formula is None:
             return None
-        reads = sorted((formula_variables(formula) & {"b", "h", "r"}) | set(formula_tensors(formula)))
-        if reads:
-            self.report.error(
-                "E0403",
-                f"a rotation that reads {', '.join(reads)} is outside what this version compiles",
-                node.span,
-                hint="a rotation may depend on the position `p` and the pair `c`",
-            )
-            return None
+        read = formula_tensors(formula)
+        for parameter in self.declaration.options:
+            if parameter.grad and parameter.name in read:
+                self.report.error(
+                    "E0403",
+                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a rotation "
+                    "reads is outside what this version compiles",
+                    node.span,
+                    hint="drop `grad`: the tensor is then a constant to autograd",
+                )
+                return None
         return Rotation(
             declaration.name,
             formula,

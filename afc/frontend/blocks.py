@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from afc.errors import Span
+from afc.expr.evaluate import evaluate
 from afc.expr.interval import Interval, interval
 from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, variables
 from afc.expr.operators import to_float
@@ -21,6 +22,8 @@ from afc.ir.program import DIMENSIONS, INDEX_NAMES
 INTEGER = Type.INT
 MAX_INLINE_DEPTH = 32
 AT_LEAST_ONE = {d: Interval(1, math.inf) for d in DIMENSIONS}  # where a formula is evaluated, there are rows
+# Different sizes for all dimensions, to compare formulas of them: Dqk // 2 // 2 is Dqk // 4, M is not N.
+SAMPLE = {d: 16 * prime for d, prime in zip(DIMENSIONS, (7, 11, 13, 17, 19, 23, 29), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -279,11 +282,17 @@ class Blocks:
         return prefix
 
     def bind_options(
-        self, declaration: ast.Declaration, node: ast.Call, scope: Scope, inputs_too: int | None = None
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        scope: Scope,
+        inputs_too: int | None = None,
+        dimensions: Mapping[str, Expr] | None = None,
     ) -> dict[str, Binding] | None:
         """Values of a call's named arguments, defaults filled in; checks names, types and `> bound`.
 
         `inputs_too`: inputs from this position on may have defaults and be named too (functions).
+        `dimensions`: values of D and L, which the shapes of a rotation's tensors may name.
         """
         given = {k.name: k for k in node.keywords}
         parameters = list(declaration.options)
@@ -299,11 +308,18 @@ class Blocks:
                 ok = False
             else:
                 bound[parameter.name] = value
-        return bound if ok and self._shapes(declaration, bound, node) else None
+        return bound if ok and self._shapes(declaration, bound, node, dimensions or {}) else None
 
-    def _shapes(self, declaration: ast.Declaration, bound: Mapping[str, Binding], node: ast.Call) -> bool:
+    def _shapes(
+        self,
+        declaration: ast.Declaration,
+        bound: Mapping[str, Binding],
+        node: ast.Call,
+        dimensions: Mapping[str, Expr],
+    ) -> bool:
         """Report E0201 where a tensor's declared sizes contradict those of the block."""
         names: dict[str, Binding] = {d: Var(d, INTEGER) for d in (*DIMENSIONS, "D", "L")}
+        names |= dimensions
         scalars = {n: b for n, b in bound.items() if not isinstance(b, TensorRef)}
         scope = Scope(
             {**names, **own_dimensions(declaration, bound), **scalars},
@@ -458,8 +474,10 @@ def own_dimensions(declaration: ast.Declaration, options: Mapping[str, Binding])
 
 def contradict(wanted: Expr, given: Expr) -> bool:
     """Whether two sizes made of the dimensions of q, k and v alone differ; others may be equal at a call."""
-    known = {*DIMENSIONS}
-    return wanted != given and variables(wanted) <= known and variables(given) <= known
+    known = {*SAMPLE}
+    if wanted == given or not (variables(wanted) <= known and variables(given) <= known):
+        return False
+    return bool(evaluate(wanted, SAMPLE) != evaluate(given, SAMPLE))
 
 
 def convertible(given: Type, wanted: Type) -> bool:

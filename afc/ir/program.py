@@ -3,8 +3,8 @@
 
     O = normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v
 
-Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, c`
-(position and pair of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and
+Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, r, c`
+(position, row and pair of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and
 captured tensors.
 """
 
@@ -72,10 +72,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Rotation(Step):
-    """A linear map of column pairs of q or k, by position.
+    """A linear map of column pairs of q or k.
 
     Columns `first .. first + width - 1`. Pair c joins columns (c, c + width/2) for `half`, (2c, 2c + 1) for
-    `adjacent`. `matrix`: (a00, a01, a10, a11) as formulas of p and c, set by the pass `matrices`.
+    `adjacent`. `matrix`: (a00, a01, a10, a11) as formulas of p, r, c, b, h (the operand's own head), sizes,
+    scalars and captured tensors, set by the pass `matrices`.
     """
 
     first: Expr = field(kw_only=True)

@@ -18,7 +18,7 @@ def verify(program: Program, after: str) -> None:
     for rotation in (*program.q_steps, *program.k_steps):
         groups.append((rotation.block, rotation.formula, known | {"x0", "x1", "p", "c", "b", "h", "r"}))
         if rotation.matrix is not None:
-            groups.append((rotation.block, rotation.matrix, known | {"p", "c"}))
+            groups.append((rotation.block, rotation.matrix, known | {"p", "c", "b", "h", "r"}))
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]
     normalizer = program.normalizer
     groups.append((normalizer.block, normalizer.weight, known | indices))

@@ -110,17 +110,26 @@ class Gradients:
     captured: Mapping[str, Array] = field(default_factory=dict)
 
 
-def rotate(x: Array, steps: tuple[Rotation, ...], origin: int | Array, transpose: bool = False) -> Array:
+def rotate(
+    x: Array,
+    steps: tuple[Rotation, ...],
+    call: Call,
+    origin: int | Array,
+    transpose: bool = False,
+    first: tuple[int, int, int] = (0, 0, 0),
+) -> Array:
     """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order.
 
-    Rotations must have `matrix`.
+    Rotations must have `matrix`. `origin`: position of row 0; `first`: batch, head and row of x[0, 0, 0].
     """
     x = np.array(x, np.float64)
-    position = np.arange(x.shape[2])[:, None] + _by_batch(origin)
+    b, h, r = (np.arange(start, start + size) for start, size in zip(first, x.shape[:3], strict=True))
+    env = {**call.sizes(), **call.scalars, "b": b[:, None, None, None], "h": h[:, None, None]}
+    env |= {"r": r[:, None], "p": r[:, None] + _by_batch(origin)}
     for step in reversed(steps) if transpose else steps:
         assert step.matrix is not None
         lo, hi = columns(step)
-        a00, a01, a10, a11 = evaluate_formula(step.matrix, {"p": position, "c": np.arange(len(lo))[None, :]})
+        a00, a01, a10, a11 = evaluate_formula(step.matrix, {**env, "c": np.arange(len(lo))}, call.tensors)
         if transpose:
             a01, a10 = a10, a01
         x0, x1 = x[..., lo], x[..., hi]
@@ -155,8 +164,9 @@ def forward(program: Program, call: Call) -> Result:
 
 def _trace(program: Program, call: Call) -> _Trace:
     group = call.q.shape[1] // max(call.k.shape[1], 1)
-    q = rotate(call.q, program.q_steps, call.q_origin)
-    k = np.repeat(rotate(call.without_unread(call.k), program.k_steps, call.k_origin), group, axis=1)
+    q = rotate(call.q, program.q_steps, call, call.q_origin)
+    k = rotate(call.without_unread(call.k), program.k_steps, call, call.k_origin)
+    k = np.repeat(k, group, axis=1)
     v = np.repeat(call.without_unread(call.v), group, axis=1)
     env = call.elements()
     s = q @ k.swapaxes(-1, -2)
@@ -219,8 +229,9 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     else:
         dx = np.where(t.keep, dp, 0.0)
     ds = np.where(dx == 0, 0.0, dx * derivative)
-    dq = rotate(ds @ t.k, program.q_steps, call.q_origin, transpose=True)
-    dk = rotate(_sum_group(ds.swapaxes(-1, -2) @ t.q, group), program.k_steps, call.k_origin, transpose=True)
+    dq = rotate(ds @ t.k, program.q_steps, call, call.q_origin, transpose=True)
+    dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
+    dk = rotate(dk, program.k_steps, call, call.k_origin, transpose=True)
     captured = _captured(program, call, t, dx, delta)
     return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
 

@@ -109,8 +109,8 @@ def _memory(plan: LaunchPlan, call: Call) -> _Memory:
     q, k, v = (to_storage(x, s.storage) for x in (call.q, *map(call.without_unread, (call.k, call.v))))
     memory = _Memory(call, s, group=call.q.shape[1] // max(call.k.shape[1], 1))
     memory.tensors = {
-        "q": to_storage(rotate(q, s.q_rotations, call.q_origin), s.storage),
-        "k": to_storage(rotate(k, s.k_rotations, call.k_origin), s.storage),
+        "q": to_storage(rotate(q, s.q_rotations, call, call.q_origin), s.storage),
+        "k": to_storage(rotate(k, s.k_rotations, call, call.k_origin), s.storage),
         "v": v,
     }
     return memory
@@ -368,11 +368,12 @@ def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
         return
     semantics, call = memory.semantics, memory.call.of_batch(work.b)
     if operand == "q":
-        steps, origin, rows = semantics.q_rotations, call.q_origin, work.rows
+        steps, origin, head, rows = semantics.q_rotations, call.q_origin, work.h, work.rows
     else:
-        steps, origin, rows = semantics.k_rotations, call.k_origin, work.keys
+        steps, origin, head, rows = semantics.k_rotations, call.k_origin, work.hk, work.keys
     tile = work.tiles[x][None, None]
-    work.tiles[x] = rotate(tile, steps, origin + rows.start, transpose=True)[0, 0]
+    first = (work.b, head, rows.start)
+    work.tiles[x] = rotate(tile, steps, call, origin, transpose=True, first=first)[0, 0]
 
 
 def _store(op: Store, work: _Work, memory: _Memory) -> None:

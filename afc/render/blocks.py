@@ -10,7 +10,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     key_run, query_run              runs of indices from the bounds of the mask
-    rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double
+    rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
+                                    these are not enough, of (args, b, h, row, position, pair)
 
 `docs/architecture.md` has the contract with the templates.
 """
@@ -21,7 +22,7 @@ import re
 from dataclasses import dataclass, replace
 
 from afc.expr.exact import exact
-from afc.expr.interval import Interval
+from afc.expr.interval import EVERYTHING, INT32, Interval, interval
 from afc.expr.nodes import (
     Const,
     Expr,
@@ -40,7 +41,7 @@ from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
 from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, Step
-from afc.ir.rotation import distinct_entries
+from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
 
 POSITION = Interval(1 - 2**30, 2**30 - 1)  # so that a difference of positions fits 32 bits
@@ -168,7 +169,7 @@ CUDA = Dialect("f", "static __device__ const double")
 @dataclass(frozen=True)
 class RotationText:
     """How a rotation reads its coefficient table: number of distinct values, and the matrix in terms of
-    c[...].
+    c[...]. `plain`: its coefficients are a function of position and pair alone.
     """
 
     coefficients: int
@@ -176,6 +177,7 @@ class RotationText:
     a01: str
     a10: str
     a11: str
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -604,41 +606,58 @@ class _Writer:
         matrix = rotation.matrix
         assert matrix is not None and isinstance(rotation.width, Const)
         values, entries = distinct_entries(matrix.results)
+        plain = dependence((rotation,)).plain
+        name = f"rotate_{operand}_coefficients_{index}"
+        comment = _comment(rotation, f"Coefficients of the rotation of {operand}.")
         key = (matrix, rotation.width)
+        parameters = "int position, int pair" if plain else _parameters(matrix, key in self.rotations)
+        head = f"AFC_FN void {name}({parameters}, Real *c)"
         if key in self.rotations:
-            self.parts.append(
-                f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-                f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) {{\n"
-                f"  {self.rotations[key]}(position, pair, c);\n}}"
-            )
-            return RotationText(len(values), *entries)
-        self.rotations[key] = f"rotate_{operand}_coefficients_{index}"
+            arguments = "position, pair" if plain else "args, b, h, row, position, pair"
+            self.parts.append(f"{comment}\n{head} {{\n  {self.rotations[key]}({arguments}, c);\n}}")
+            return RotationText(len(values), *entries, plain)
+        self.rotations[key] = name
         formula, tables = self._tabulate(
             Formula(values, matrix.lets), f"{rotation.block}", int(rotation.width.value) // 2
         )
         self.parts += tables
-        printer = Cpp(
-            "double",
-            "",
-            {**self.dimensions, "p": "position", "c": "pair", **self._scalar_text()},
-            RANGES,
-            self.slots,
-        )
-        lines, local = [], dict(printer.names)
+        self.parts.append(f"{comment}\n{head} {{\n{self._coefficients(formula, plain)}\n}}")
+        return RotationText(len(values), *entries, plain)
+
+    def _coefficients(self, formula: Formula, plain: bool) -> str:
+        """Statements that compute c[...] from the parameters of the function, in double."""
+        used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
+        local = {**self.dimensions, "p": "position", "r": "row", "c": "pair"}
+        ranges = {**RANGES, **dict.fromkeys(self.dimensions, SIZE), "r": SIZE}
+        taken, lines = {*TAKEN, "position", "pair", *(() if plain else ("row", "b", "h"))}, []
+
+        def declare(name: str, kind: str, value: str) -> None:
+            text = name if name not in taken else f"{name}_"
+            taken.add(text)
+            local[name] = text
+            lines.append(f"  const {kind} {text} = {value};")
+
+        for param in self.program.scalars:
+            if param.name in used:
+                member = f"args.scalar[{self.scalars[param.name]}]"
+                ranges[param.name] = Interval(1, POSITION.hi) if param.positive else POSITION
+                match param.type:
+                    case Type.INT:
+                        declare(param.name, "int", f"int({member}.i)")
+                    case Type.BOOL:
+                        declare(param.name, "bool", f"{member}.i != 0")
+                    case Type.FLOAT:
+                        declare(param.name, "double", f"{member}.f")
         for let in formula.lets:
-            local[let.name] = let.name if let.name not in TAKEN else f"{let.name}_"
-            lines.append(
-                f"  const double {local[let.name]} = {replace(printer, names=local).text(let.value)};"
-            )
-        printer = replace(printer, names=local)
+            text = Cpp("double", "", dict(local), dict(ranges), self.slots).text(let.value)
+            bounds = interval(let.value, ranges)
+            narrow = let.value.type is Type.INT and bounds.within(*INT32)
+            ranges[let.name] = bounds if narrow else EVERYTHING
+            kind = {Type.FLOAT: "double", Type.INT: "int" if narrow else "int64_t", Type.BOOL: "bool"}
+            declare(let.name, kind[let.value.type], text)
+        printer = Cpp("double", "", local, ranges, self.slots)
         lines += [f"  c[{n}] = Real({printer.text(v)});" for n, v in enumerate(formula.results)]
-        body = "\n".join(lines)
-        self.parts.append(
-            f"{_comment(rotation, f'Coefficients of the rotation of {operand}.')}\n"
-            f"AFC_FN void rotate_{operand}_coefficients_{index}(int position, int pair, Real *c) "
-            f"{{\n{body}\n}}"
-        )
-        return RotationText(len(values), *entries)
+        return "\n".join(lines)
 
     def _tabulate(self, formula: Formula, name: str, pairs: int) -> tuple[Formula, list[str]]:
         """Subexpressions of the pair alone become constant tables: their powers need not be computed per
@@ -692,7 +711,18 @@ def _captured_sizes(program: Program) -> dict[str, str]:
 
 def _of_pair_alone(expr: Expr) -> bool:
     costly = any(isinstance(e, Op) and e.name in ("pow", "exp", "log", "sqrt", "rsqrt") for e in walk(expr))
-    return costly and expr.type is Type.FLOAT and variables(expr) == {"c"}
+    reads = any(isinstance(e, Load) for e in walk(expr))
+    return costly and not reads and expr.type is Type.FLOAT and variables(expr) == {"c"}
+
+
+def _parameters(matrix: Formula, forwards: bool) -> str:
+    """Parameters of the coefficients of a rotation that is not plain; one that is not used has no name."""
+    used = {e.name for e in formula_exprs(matrix) if isinstance(e, Var)} - {let.name for let in matrix.lets}
+    other = used - {"b", "h", "r", "p", "c"} or any(isinstance(e, Load) for e in formula_exprs(matrix))
+    parameters = [f"const afc_args &{'args' if other or forwards else ''}"]
+    for name, text in (("b", "b"), ("h", "h"), ("r", "row"), ("p", "position"), ("c", "pair")):
+        parameters.append(f"int {text}" if name in used or forwards else "int")
+    return ", ".join(parameters)
 
 
 def _comment(step: Step, note: str | None) -> str:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
-from afc.ir.tiled import LaunchPlan
+from afc.ir.rotation import dependence
+from afc.ir.tiled import Buffer, LaunchPlan
 from afc.render.blocks import CPU, CapturedText, RotationText, render_blocks
 from afc.render.cpu_context import (
     CpuBuffer,
@@ -18,6 +19,7 @@ from afc.render.cpu_context import (
     CpuRotation,
 )
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
+from afc.schedule.common import table_part
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -48,7 +50,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         CpuBuffer(
             b.name,
             "Element" if b.name.endswith("_rotated") else "Real",
-            size_text(b.count),
+            _count(b),
             "forward" not in b.passes,
         )
         for b in plan.buffers
@@ -91,6 +93,14 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     )
 
 
+def _count(buffer: Buffer) -> str:
+    """Values of a buffer; a call with an origin for each batch has more tables than the plan says."""
+    if not buffer.name.endswith("_table"):
+        return size_text(buffer.count)
+    operand, rows = buffer.name[0], "M" if buffer.name[0] == "q" else "N"
+    return f"{operand}_tables(args).count() * args.{rows} * {operand.upper()}_TABLE_WIDTH"
+
+
 def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tuple[CpuCapturedGradient, ...]:
     found = []
     for slot in dict.fromkeys(r.slot for r in reads):
@@ -126,7 +136,11 @@ def _rotated(
                 text.a11,
                 offset,
                 rotation.call,
+                text.plain,
             )
         )
-        offset += text.coefficients * pairs
-    return CpuRotated(name, heads, rows, f"{name}_origin", tuple(parts), offset)
+        offset += table_part(rotation)
+    reads = dependence(rotations)
+    return CpuRotated(
+        name, heads, rows, f"{name}_origin", tuple(parts), offset, reads.batch, reads.head, reads.plain
+    )

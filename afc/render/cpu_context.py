@@ -23,11 +23,12 @@ from afc.render.launch_context import ScalarCheck
 class CpuRotation:
     """One rotation of a row: `pairs` pairs of columns, from column `first` on.
 
-    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>(position, pair, Real *c)`,
-    which fills `coefficients` values. `half` pairs column first + c with first + pairs + c, `adjacent`
-    pairs column first + 2c with first + 2c + 1. `a00, a01, a10, a11` are the entries of the 2x2 matrix as C
-    expressions in c[...], such as "c[0]" and "-c[1]". `table_offset` is the first column of this rotation
-    in the operand's coefficient table: the sum of `coefficients * pairs` over the rotations before it.
+    `index` is the r of the generated function `rotate_<operand>_coefficients_<r>`, which fills
+    `coefficients` values: `plain` from (position, pair, Real *c), else from (args, b, h, row, position,
+    pair, Real *c). `half` pairs column first + c with first + pairs + c, `adjacent` pairs column first + 2c
+    with first + 2c + 1. `a00, a01, a10, a11` are the entries of the 2x2 matrix as C expressions in c[...],
+    such as "c[0]" and "-c[1]". `table_offset` is the first column of this rotation in the operand's
+    coefficient table: the sum of `coefficients * pairs`, rounded up to even, over the rotations before it.
     `call` is the source text, for a comment.
     """
 
@@ -42,6 +43,7 @@ class CpuRotation:
     a11: str
     table_offset: int
     call: str
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class CpuRotated:
     """A rotated operand: `name` is "q" or "k"; its rotations in the order in which they act, at least one.
 
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
-    `table_width` is the sum of `coefficients * pairs`. The buffers `<name>_rotated` and
-    `<name>_table` must exist.
+    `table_width` is that sum over all of them. The buffers `<name>_rotated` and `<name>_table` must exist.
+    `by_batch`, `by_head`: what the coefficients depend on beside the position, or also (not `plain`) through
+    captured tensors; with an origin per batch there is a table per batch in any case.
     """
 
     name: Literal["q", "k"]
@@ -59,6 +62,9 @@ class CpuRotated:
     origin: str
     rotations: tuple[CpuRotation, ...]
     table_width: int
+    by_batch: bool
+    by_head: bool
+    plain: bool
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class CpuBuffer:
     | name                  | type    | count                                                  |
     |-----------------------|---------|--------------------------------------------------------|
     | q_rotated, k_rotated  | Element | args.B * args.Hq * args.M * HEAD_QK  (k: Hk, N)        |
-    | q_table, k_table      | Real    | args.M * Q_TABLE_WIDTH               (k: N, K_TABLE_…) |
+    | q_table, k_table      | Real    | q_tables(args).count() * args.M * Q_TABLE_WIDTH        |
     | delta (backward only) | Real    | args.B * args.Hq * args.M                              |
 
     Per-thread scratch is placed behind them by the template.

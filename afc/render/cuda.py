@@ -8,6 +8,7 @@ from typing import Any
 
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation
+from afc.ir.rotation import Dependence, dependence
 from afc.ir.tiled import Launch, LaunchPlan
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
@@ -21,8 +22,9 @@ from afc.render.sm80_context import (
     RotateOperand,
     RotationContext,
 )
+from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
-from afc.schedule.common import table_width
+from afc.schedule.common import table_part, table_width
 from afc.schedule.sm80 import float_rows, in_registers
 from afc.schedule.targets import sm80
 
@@ -88,6 +90,7 @@ class _Unit:
         self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]
     ) -> tuple[RotationContext, ...]:
         made, offset = [], 0
+        tables = table_index(rotations, "Hq" if operand == "q" else "Hk", "heads")
         for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
             assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
             first, width = int(rotation.first.value), int(rotation.width.value)
@@ -108,9 +111,12 @@ class _Unit:
                     table_stride=table_width(rotations),
                     table_offset=offset,
                     in_registers=in_registers(rotation, self.back.column_warps),
+                    rows="M" if operand == "q" else "N",
+                    plain=text.plain,
+                    index=tables,
                 )
             )
-            offset += text.coefficients * (width // 2)
+            offset += table_part(rotation)
         return tuple(made)
 
     def _operand(self, name: str, table: bool, rows: bool) -> RotateOperand | None:
@@ -118,6 +124,7 @@ class _Unit:
         if not rotations or not (table or rows):
             return None
         length, heads = ("M", "Hq") if name == "q" else ("N", "Hk")
+        steps = self.semantics.q_rotations if name == "q" else self.semantics.k_rotations
         return RotateOperand(
             name,
             length,
@@ -127,6 +134,8 @@ class _Unit:
             table,
             self.buffer[f"{name}_rotated"] if rows else None,
             _untouched(rotations, self.semantics.head_qk),
+            rotations[0].index,
+            _members(dependence(steps)),
         )
 
     def _rotate(self, which: str) -> RotateContext | None:
@@ -280,6 +289,19 @@ def _constant(kernel: str) -> str:
 
 def _f(value: float) -> str:
     return real_literal(value, "float")
+
+
+def _members(reads: Dependence) -> tuple[str, str, str]:
+    """(first, end, step) of the indices b * heads + h that the table of a batch entry or head serves."""
+    match reads.batch, reads.head:
+        case True, True:
+            return "table + part", "table + 1", "parts"
+        case True, False:
+            return "table * heads + part", "table * heads + heads", "parts"
+        case False, True:
+            return "table + part * heads", "batch_heads", "parts * heads"
+        case _:
+            return "part", "batch_heads", "parts"
 
 
 def _untouched(rotations: tuple[RotationContext, ...], columns: int) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,8 @@
 Lengths are in elements unless a name ends in `_bytes`. `softmax_scale`, `scale_log2` and `gradient_scale` are
 C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk, M, N as in `afc_args`:
 
-- coefficient table: float32 `[rows][table_stride]`, rows = M for q and N for k;
+- coefficient table: float32 `[rows][table_stride]`, rows = M for q and N for k; behind one another where
+  coefficients depend on the batch entry or the head;
 - rotated q and k: storage type, contiguous `[B, Hq, M, d_qk]` and `[B, Hk, N, d_qk]`;
 - row terms: float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta;
 - dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from afc.render.tables import TableIndex
+
 
 @dataclass(frozen=True)
 class RotationContext:
@@ -28,7 +31,9 @@ class RotationContext:
     `last` is the last rotated column. `table_stride` and `table_offset` are floats; if `coefficients` is 2,
     even. `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the
     number of rotated columns are multiples of 8 and, for half-split pairs, `pairs` is a multiple of 8 and,
-    with column_warps > 1, of `16 * column_warps`.
+    with column_warps > 1, of `16 * column_warps`. `plain`: `function` takes (position, pair, c), else
+    (args, b, h, row, position, pair, c). `index`: the tables of the operand; None where all its rotations are
+    plain. Otherwise `coefficients` and `table` of the emitted type take batch and head as well.
     """
 
     struct: str  # name of the emitted type, such as QRotation0
@@ -46,6 +51,9 @@ class RotationContext:
     table_stride: int
     table_offset: int
     in_registers: bool
+    rows: str  # M or N
+    plain: bool
+    index: TableIndex | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,11 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class RotateOperand:
-    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns."""
+    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns.
+
+    `members`: (first, end, step) of the indices b * heads + h that table `table` serves, of which a CTA
+    visits every `parts`-th from the `part`-th on; C expressions in `table, part, parts, heads, batch_heads`.
+    """
 
     tensor: str  # q or k
     rows: str  # M or N
@@ -99,6 +111,8 @@ class RotateOperand:
     copied_columns: tuple[
         tuple[int, int], ...
     ]  # (first, count) of the column ranges that no rotation touches
+    index: TableIndex | None  # None: one table
+    members: tuple[str, str, str]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from afc.expr.nodes import Const, Expr, Op, Type, Var, const, inline_lets
 from afc.expr.operators import add, mul
 from afc.expr.simplify import logarithm
 from afc.ir.program import Program, Rotation
-from afc.ir.rotation import distinct_entries
+from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Buffer, Pass, Semantics
 from afc.masks import derive
 
@@ -132,7 +132,10 @@ def rotation_buffers(
     q_table: tuple[Pass, ...],
     k_table: tuple[Pass, ...],
 ) -> list[Buffer]:
-    """Rotated rows and coefficient tables, in the passes that need them."""
+    """Rotated rows and coefficient tables, in the passes that need them.
+
+    A table is [rows, width], and there is one for each batch entry or head that the coefficients depend on.
+    """
     buffers: list[Buffer] = []
     operands = (
         ("q", "H", "M", meaning.q_rotations, q_rows, q_table),
@@ -145,15 +148,21 @@ def rotation_buffers(
                     f"{name}_rotated", meaning.storage, size("B", heads, rows, meaning.head_qk), rotated_in
                 )
             )
-            buffers.append(
-                Buffer(f"{name}_table", meaning.compute, size(rows, table_width(rotations)), table_in)
-            )
+            reads = dependence(rotations)
+            tables = ("B",) * reads.batch + (heads,) * reads.head
+            count = size(*tables, rows, table_width(rotations))
+            buffers.append(Buffer(f"{name}_table", meaning.compute, count, table_in))
     return buffers
 
 
 def table_width(rotations: tuple[Rotation, ...]) -> int:
     """Values of a row of an operand's coefficient table."""
-    return sum(coefficient_count(r) * value(r.width) // 2 for r in rotations)
+    return sum(map(table_part, rotations))
+
+
+def table_part(rotation: Rotation) -> int:
+    """Values of a rotation in a row of the table: even, so that pairs of values can be read at once."""
+    return (coefficient_count(rotation) * (value(rotation.width) // 2) + 1) // 2 * 2
 
 
 def tiles(rows: str, tile: int) -> Expr:

@@ -12,6 +12,7 @@ from afc.expr.nodes import Expr, Op, Type, Var, const
 from afc.expr.operators import add, call, mul
 from afc.expr.simplify import simplify
 from afc.ir.program import Program, Rotation
+from afc.ir.rotation import dependence
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
 from afc.schedule.common import (
@@ -93,7 +94,8 @@ def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[La
     """The kernel of coefficients and rotated rows, if the program rotates. `written`: operands whose rows it
     writes.
 
-    Blocks in x: tiles of the rows of q, then of k; in y: shares of the (batch, head)s.
+    Blocks in x: tiles of the rows of q, then of k; in y: shares of the (batch, head)s, of rows to write or of
+    tables that depend on them.
     """
     operands = [
         (operand, rows, heads)
@@ -108,7 +110,8 @@ def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[La
     x: Expr = const(0)
     for _, rows, _ in operands:
         x = simplify(add(x, tiles(rows, sm80.ROTATE_ROWS)))
-    heads = [h for operand, _, h in operands if operand in written]
+    several = {"q": not dependence(meaning.q_rotations).plain, "k": not dependence(meaning.k_rotations).plain}
+    heads = [h for operand, _, h in operands if operand in written or several[operand]]
     most: Expr = const(0) if not heads else Var(heads[0], Type.INT)  # H is a multiple of Hk
     shares = call("max", const(1), _shares(most)) if heads else const(1)
     kernel = ops.rotate(name, Tile(sm80.ROTATE_ROWS, sm80.ROTATE_ROWS))

@@ -166,10 +166,5 @@ AFC_FN const afc_args &args_of_batch(const afc_args &args, int64_t b, afc_args &
   return own;
 }
 
-// Tables of rotation coefficients: one for the call, or one for each batch with its own origin.
-AFC_FN int64_t table_count(const afc_args &args, const int64_t *origin_per_batch) {
-  return origin_per_batch != nullptr ? args.B : 1;
-}
-
 }  // namespace afc
 #endif  // AFC_CPU_CALL_HPP

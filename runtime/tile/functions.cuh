@@ -3,7 +3,7 @@
 // The functions that formulas call, on the GPU: the column `text` of the operator table (afc/expr/operators.py).
 //
 // float: inputs are 16-bit, so the approximate units serve; absolute errors stay near 2^-22 of the result's range.
-// double: used once per position and column pair, for rotation angles.
+// double: used once per row and column pair, for the coefficients of rotations.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -72,6 +72,9 @@ AFC_FN double exp(double x) { return ::exp(x); }
 AFC_FN double log(double x) { return ::log(x); }
 AFC_FN double sqrt(double x) { return ::sqrt(x); }
 AFC_FN double pow(double a, double b) { return ::pow(a, b); }
+AFC_FN double rsqrt(double x) { return ::rsqrt(x); }
+AFC_FN double tanh(double x) { return ::tanh(x); }
+AFC_FN double sigmoid(double x) { return 1.0 / (1.0 + ::exp(-x)); }
 
 // The turn is taken off in double, where it is exact for any position; what is left is a float's business. (The library's
 // sin and cos carry a table for huge arguments, on the stack.)
@@ -99,6 +102,7 @@ template <class... Index> AFC_FN int64_t element_offset(const afc_captured &tens
 
 template <class T> struct Outside;
 template <> struct Outside<float> { AFC_FN static float value() { return nan<float>(); } };
+template <> struct Outside<double> { AFC_FN static double value() { return nan<double>(); } };
 template <> struct Outside<int64_t> { AFC_FN static int64_t value() { return 0; } };
 template <> struct Outside<bool> { AFC_FN static bool value() { return false; } };
 

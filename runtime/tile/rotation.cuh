@@ -114,19 +114,19 @@ AFC_FN void rotate_tile(unsigned char *tile, const float *table, int rows) {
   }
 }
 
-// Computes the coefficients of rows [first_row, first_row + rows) into `coefficients` [rows][PAIRS * COEFFICIENTS], one
-// pair at a time: they are long double-precision code with calls in it, across which little should be kept. Copies them
-// to the table where `write_table`, which is the same for all threads. They are visible to all threads afterwards.
-template <class R, int THREADS>
-AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int origin, int first_row, int rows,
-                                 bool write_table) {
+// Computes the coefficients of `rows` rows into `coefficients` [rows][PAIRS * COEFFICIENTS], one pair at a time: they
+// are long double-precision code with calls in it, across which little should be kept. Copies them to the table where
+// `write_table`, which is the same for all threads. They are visible to all threads afterwards.
+// compute(row, pair, c) gives those of a pair, table(row) the address of a row of the table.
+template <class R, int THREADS, class Compute, class Table>
+AFC_FN void fill_coefficients(float *coefficients, int rows, bool write_table, Compute compute, Table table) {
   constexpr uint32_t ROW_FLOATS = R::PAIRS * R::COEFFICIENTS;
   const int pairs = rows * R::PAIRS;
 #pragma unroll 1
   for (int index = threadIdx.x; index < pairs; index += THREADS) {
     const uint32_t row = static_cast<uint32_t>(index) / R::PAIRS, pair = static_cast<uint32_t>(index) % R::PAIRS;
     float c[R::COEFFICIENTS];
-    R::coefficients(origin + first_row + static_cast<int>(row), static_cast<int>(pair), c);
+    compute(static_cast<int>(row), static_cast<int>(pair), c);
 #pragma unroll
     for (int i = 0; i < R::COEFFICIENTS; ++i) coefficients[index * R::COEFFICIENTS + i] = c[i];
   }
@@ -134,11 +134,33 @@ AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int 
   if (!write_table) return;
   for (int index = threadIdx.x; index < pairs * R::COEFFICIENTS; index += THREADS) {
     const uint32_t row = static_cast<uint32_t>(index) / ROW_FLOATS;
-    R::table(args, first_row + static_cast<int>(row))[static_cast<uint32_t>(index) % ROW_FLOATS] = coefficients[index];
+    table(static_cast<int>(row))[static_cast<uint32_t>(index) % ROW_FLOATS] = coefficients[index];
   }
 }
 
-// Rotates rows [first_row, first_row + rows) of every `step`-th (batch, head) from `first_head` on.
+// The coefficients of rows [first_row, first_row + rows), which depend on position and pair alone.
+template <class R, int THREADS>
+AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int origin, int first_row, int rows,
+                                 bool write_table) {
+  fill_coefficients<R, THREADS>(
+      coefficients, rows, write_table,
+      [&](int row, int pair, float *c) { R::coefficients(origin + first_row + row, pair, c); },
+      [&](int row) { return R::table(args, first_row + row); });
+}
+
+// The same for batch entry b and head h of the operand, from any arguments of the call.
+template <class R, int THREADS>
+AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int b, int h, int origin, int first_row,
+                                 int rows, bool write_table) {
+  fill_coefficients<R, THREADS>(
+      coefficients, rows, write_table,
+      [&](int row, int pair, float *c) {
+        R::coefficients(args, b, h, first_row + row, origin + first_row + row, pair, c);
+      },
+      [&](int row) { return R::table(args, b, h, first_row + row); });
+}
+
+// Rotates rows [first_row, first_row + rows) of every `step`-th (batch, head) from `first_head` on, below `batch_heads`.
 template <class E, class R, int THREADS>
 AFC_FN void rotate_rows(const afc_tensor &x, const afc_tensor &rotated, const float *coefficients, int first_row,
                         int rows, int heads, int batch_heads, int first_head, int step) {

@@ -200,7 +200,8 @@ def test_no_memory_of_the_size_of_the_score_matrix() -> None:
     module = afc.load(EXAMPLES / "llama.attn", D=64, dtype=torch.bfloat16, backend="cpu")
     for backward in (False, True):
         short, long = (
-            module._afc_workspace(0, backward, -1, (1, 8, 8, rows, rows), 0, 0, 2, ()) for rows in (1024, 65536)
+            module._afc_workspace(0, backward, -1, (1, 8, 8, rows, rows), 0, 0, 2, ())
+            for rows in (1024, 65536)
         )
         assert long < 64 * short
         assert long < 4 * 65536 * 8 * 64 * 2  # a few tensors of the size of q

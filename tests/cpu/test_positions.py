@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,10 +134,15 @@ def test_rows_beyond_kv_len_are_never_read(name: str) -> None:
         assert not dirty.dk[b, :, count:].any() and not dirty.dv[b, :, count:].any()
 
 
-def test_masks_without_bounds_stop_at_kv_len() -> None:
+def test_masks_without_bounds_stop_at_kv_len(tmp_path: Path) -> None:
     """A mask that tests elements, captured tensors of size N, and a normalizer without a sum."""
-    module = afc.load(EXAMPLES / "packed.attn", D=64, dtype="float32", backend="cpu")
-    call = getattr(module, module.__all__[0])
+    file = tmp_path / "documents.attn"
+    file.write_text(
+        "attention documents(q, k, v; qdoc[B, M]: int, kdoc[B, N]: int) {\n"
+        "    return softmax(document(causal(scaled_dot_product(q, k)); qdoc, kdoc)) @ v\n}\n",
+        encoding="utf-8",
+    )
+    call = afc.load(file, D=64, dtype="float32", backend="cpu").documents
     q, k, v = inputs(2, 2, 2, 50, 50, 64, 64, torch.float32)
     kdoc = torch.zeros(2, 50, dtype=torch.int64)
     k[0, :, 20:], v[0, :, 20:] = torch.nan, torch.nan
@@ -184,7 +190,9 @@ def test_opcheck_with_places() -> None:
     numbers = ([], [3, 0, -1], [None, torch.tensor([1, 2]), torch.tensor([20, 9])])
     torch.library.opcheck(glue.forward_op, (q, k, v, [], *numbers))
     o, lse = glue.forward_op(q, k, v, [], *numbers)
-    torch.library.opcheck(glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [], *numbers, False))
+    torch.library.opcheck(
+        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [], *numbers, False, [])
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "packed"])
@@ -200,7 +208,7 @@ def test_interpreters_and_kernel_agree_on_places(name: str) -> None:
         "k_origin": np.array([0, -20, 7]),
         "kv_len": np.array([90, 41, 0]),
     }
-    rows = {"qdoc": 50, "kdoc": 90}
+    rows = {"qdoc": 50, "kdoc": 90, "qpos": 50, "kpos": 90}
     tensors = {t.name: np.random.default_rng(0).integers(0, 2, (3, rows[t.name])) for t in lowered.tensors}
     call = Call(q, k, v, tensors, {"w": 30} if name == "mistral" else {}, **places)
     want, gradients = forward(lowered, call), backward(lowered, call, do)

@@ -76,8 +76,38 @@ class Author:
         a, b = self.condition(depth - 1), self.condition(depth - 1)
         return self.pick(f"({a} and {b})", f"({a} or {b})", f"not ({a})")
 
+    def angle(self, depth: int) -> str:
+        """Of position, row, pair, batch, head and captured tensors."""
+        if depth == 0:
+            return self.pick(
+                "p", "0.3 * r", "t[h]", "turns[b, r]", "c / D", "b + 0.5 * h", "L - r", "turns[b, r + c]"
+            )
+        a, b = self.angle(depth - 1), self.angle(depth - 1)
+        c = self.random.randrange(1, 9)
+        return self.pick(
+            f"({a} + {b})",
+            f"({a} * {self.number()} - {b})",
+            f"sin({a})",
+            f"(if r % {c} == 0 or h > 1 then {a} else {b})",
+            f"{a} * {self.number()} ** (-c)",
+        )
+
+    def rotations(self, index: int) -> list[str]:
+        """Statements, of which the second kind uses the blocks that `program` declares."""
+        known = self.pick("", "q, k = rope(q, k)", "q[:8], k[:8] = rope(q[:8], k[:8]; base = 100.0)")
+        own = self.pick(
+            "",
+            f"q[8:] = turn_{index}(q[8:]; t = spin, turns = qturns)",
+            f"q = turn_{index}(q; t = spin, turns = qturns)",
+        )
+        other = self.pick(
+            "",
+            f"k = turn_{index}(k; t = spin, turns = kturns)",
+            f"k[2:12] = turn_{index}(k[2:12]; t = spin, turns = kturns)",
+        )
+        return [line for line in (known, own, other) if line]
+
     def program(self, index: int) -> str:
-        rotation = self.pick("", "q, k = rope(q, k)", "q[:8], k[:8] = rope(q[:8], k[:8]; base = 100.0)")
         scores = f"mask_{index}(score_{index}(dot(q, k); t, u); flags)"
         formula, condition = (
             self.formula(self.random.randrange(1, 4)),
@@ -86,8 +116,15 @@ class Author:
         parts = [
             f"score score_{index}(s, b, h, i, j, m; t[H]: grad, u[B, M]: grad) = {formula}",
             f"mask mask_{index}(b, h, i, j, n; flags[B, N]: bool) = {condition}",
-            f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool) {{",
-            *([f"    {rotation}"] if rotation else []),
+            f"rotate turn_{index}(x0, x1, b, h, r, p, c; t[Heads], turns[1|B, 2*L]) "
+            f"over {self.pick('half', 'adjacent')} {{",
+            f"    angle = {self.angle(self.random.randrange(3))}",
+            f"    y = sin(angle) * {self.number()}",
+            "    return (x0 * cos(angle) - x1 * y, x0 * sin(angle) + x1 * cos(angle))",
+            "}",
+            f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool, "
+            "spin[H], qturns[1|B, 2*M], kturns[1|B, 2*N]) {",
+            *(f"    {line}" for line in self.rotations(index)),
             f"    return {self.pick(*NORMALIZERS).format(scores)} @ v",
             "}",
         ]
@@ -115,6 +152,9 @@ def test_three_ways(tmp_path: Path) -> None:
                 "t": g.uniform(-1, 1, 4),
                 "u": g.uniform(-1, 1, (2, m)),
                 "flags": g.random((2, keys)) < 0.7,
+                "spin": g.uniform(-1, 1, 4),
+                "qturns": g.uniform(-3, 3, (2, 2 * m)),
+                "kturns": g.uniform(-3, 3, (1, 2 * keys)),
             }
             shapes = ((2, 4, m, HEAD), (2, 2, keys, HEAD), (2, 2, keys, HEAD))
             q, k, v = (g.standard_normal(s) for s in shapes)

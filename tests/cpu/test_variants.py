@@ -13,15 +13,14 @@ import torch
 import afc
 from tests.support.checks import EXAMPLES, compare, failures, inputs, without_lse
 from tests.support.dense import VARIANTS
-from tests.support.published import PUBLISHED
+from tests.support.published import PUBLISHED, Shape
 
-D = 32
 Key = tuple[str, torch.dtype]
 
 
 def load(key: Key) -> ModuleType:
     name, dtype = key
-    return afc.load(EXAMPLES / f"{name}.attn", D=D, dtype=dtype, backend="cpu")
+    return afc.load(EXAMPLES / f"{name}.attn", D=Shape.d, dtype=dtype, backend="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def test_published(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]
     variant = PUBLISHED[name]
     shape = variant.shape
     torch.manual_seed(sum(map(ord, name)))
-    q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, D, D, dtype)
+    q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, shape.d, shape.d, dtype)
     call = getattr(modules[name, dtype], variant.attention)
     learned = [t.name for t in call.info.tensors if t.grad]
     call = call if variant.lse else without_lse(call)

@@ -18,7 +18,7 @@ from afc.options import Options
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "files"
-PROGRAMS = ("alibi", "causal", "gemma2", "gptj", "llama", "mistral")
+PROGRAMS = ("alibi", "causal", "gemma2", "gptj", "llama", "mistral", "qwen2_vl")
 STAGES = {
     "program": ("program.txt", Options(("cpu",), ((64, 64),))),
     "tiled": ("plan.txt", Options(("cpu", "cuda"), ((64, 64),))),

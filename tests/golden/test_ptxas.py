@@ -25,6 +25,10 @@ MATRIX = (
     ("mistral", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("gptj", (64, 128), ("sm_86", "sm_90"), ("bfloat16",)),
     ("full", (64, 128), ("sm_86", "sm_90"), ("float16",)),
+    ("qwen2_vl", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("axial_vit", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("llama_tables", (128,), ("sm_80", "sm_86"), ("bfloat16",)),
+    ("speculative", (64,), ("sm_80", "sm_86"), ("float16",)),
 )
 
 

@@ -6,6 +6,7 @@ length.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 import afc  # noqa: E402
 from tests.support.checks import EXAMPLES, compare, failures, inputs, run  # noqa: E402
 from tests.support.dense import VARIANTS  # noqa: E402
+from tests.support.published import PUBLISHED  # noqa: E402
 
 ARCH = os.environ.get("AFC_TEST_ARCH")
 DTYPES = ("bfloat16", "float16")
@@ -54,6 +56,34 @@ def check(
 def test_variants(name: str, dtype: str, d: int) -> None:
     check(name, dtype, d, 2, 4, 2, 129, 129)
     check(name, dtype, d, 1, 2, 2, 500, 500)
+
+
+def on_the_cpu(reference: Any) -> Any:
+    """The reference for tensors on the GPU; it computes, and its gradients pass, on the CPU."""
+
+    def down(x: Any) -> Any:
+        return x.cpu() if isinstance(x, torch.Tensor) else x
+
+    def moved(*rows: Any, **options: Any) -> Any:
+        results = reference(*map(down, rows), **{n: down(x) for n, x in options.items()})
+        return tuple(x.cuda() for x in results)
+
+    return moved
+
+
+@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["packed", "qwen2_vl", "axial_vit", "llama_tables", "speculative"])
+def test_rotations_by_captured_tensors(name: str, dtype: str, d: int) -> None:
+    variant = PUBLISHED[name]
+    shape = replace(variant.shape, d=d)
+    path = EXAMPLES / f"{name}.attn"
+    call = getattr(afc.load(path, D=d, dtype=dtype, backend="cuda", arch=ARCH), variant.attention)
+    q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, d, d, getattr(torch, dtype), "cuda")
+    options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in variant.arguments(shape).items()}
+    checked = replace(variant, reference=on_the_cpu(variant.reference))
+    bad = failures(compare(call, checked, q, k, v, options))
+    assert not bad, f"{name} {dtype} {shape}: (error, allowed) {bad}"
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a test: q is [b, h, m, D], k and v are [b, hk, n, D]."""
+    """Sizes of a test: q is [b, h, m, d], k and v are [b, hk, n, d]."""
 
     b: int = 2
     h: int = 4
     hk: int = 2
     m: int = 67
     n: int = 83
+    d: int = 32
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,56 @@ def xpos(q: Tensor, k: Tensor, v: Tensor, q_origin: int = 0) -> Result:
     q = turned(q, p * frequency, zeta ** (p / 512), interleaved=True)
     k = turned(k, r * frequency, 1 / zeta ** (r / 512), interleaved=True)
     return scaled(q, k, v, lower(q, k, q_origin))
+
+
+def half_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The models' own x cos + rotate_half(x) sin; cos and sin [..., L, D] repeat after D/2 columns."""
+    low, high = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat((-high, low), -1) * sin.to(x.dtype)
+
+
+def llama_tables(
+    q: Tensor, k: Tensor, v: Tensor, qcos: Tensor, qsin: Tensor, kcos: Tensor, ksin: Tensor, q_origin: int = 0
+) -> Result:
+    """Tables [B, L, D/2] as the model code has them: doubled, and with a dimension for the heads."""
+    qcos, qsin, kcos, ksin = (torch.cat((t, t), -1)[:, None] for t in (qcos, qsin, kcos, ksin))
+    return scaled(half_turned(q, qcos, qsin), half_turned(k, kcos, ksin), v, lower(q, k, q_origin))
+
+
+def qwen2_vl(q: Tensor, k: Tensor, v: Tensor, qpos: Tensor, kpos: Tensor, q_origin: int = 0) -> Result:
+    """As the model's code does it: all three tables, cut into sections, one of the three taken of each."""
+    width = q.shape[-1]
+    sections = [width // 8, 3 * width // 16, 3 * width // 16] * 2
+
+    def turn(x: Tensor, pos: Tensor) -> Tensor:
+        angle = pos[..., None].double() * inverse_frequencies(width, 1e6)
+        angle = torch.cat((angle, angle), -1)
+        parts = angle.split(sections, -1)
+        angle = torch.cat([part[n % 3] for n, part in enumerate(parts)], -1)[:, None]
+        return half_turned(x, angle.cos(), angle.sin())
+
+    return scaled(turn(q, qpos), turn(k, kpos), v, lower(q, k, q_origin))
+
+
+def axial_vit(q: Tensor, k: Tensor, v: Tensor, cols: int) -> Result:
+    """Frequencies 100 ** -(4 t / D) of both axes side by side, multiplied as complex numbers in the paper."""
+    width = q.shape[-1]
+    frequency = 100.0 ** (-torch.arange(0, width, 4, dtype=torch.float64) / width)
+    pixel = torch.arange(q.shape[2])
+    across, down = pixel % cols, torch.div(pixel, cols, rounding_mode="floor")
+    angle = torch.cat([t[:, None].double() * frequency for t in (across, down)], -1)
+    return scaled(turned(q, angle, interleaved=True), turned(k, angle, interleaved=True), v)
+
+
+def speculative(q: Tensor, k: Tensor, v: Tensor, up: Tensor, qpos: Tensor, kpos: Tensor) -> Result:
+    """Draft by draft: context and ancestors are a sequence, of which the draft is the last. No tree."""
+    context = k.shape[2] - q.shape[2]
+    rows = []
+    for draft in range(q.shape[2]):
+        path = [*range(context), *(context + n for n in up[0, draft].nonzero()[:, 0].tolist())]
+        keys, values = rotary(k[:, :, path], 1e4), v[:, :, path]
+        rows.append(scaled(rotary(q[:, :, draft : draft + 1], 1e4, len(path) - 1), keys, values))
+    return torch.cat([o for o, _ in rows], 2), torch.cat([lse for _, lse in rows], 2)
 
 
 # ---- scores -----------------------------------------------------------------------------------------------
@@ -330,8 +381,8 @@ def prefix_lm(q: Tensor, k: Tensor, v: Tensor, prefix: Tensor, q_origin: int = 0
     return scaled(q, k, v, keep[:, None])
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, qdoc: Tensor, kdoc: Tensor) -> Result:
-    """Each document by itself, its positions counted from 0."""
+def packed(q: Tensor, k: Tensor, v: Tensor, qdoc: Tensor, kdoc: Tensor, qpos: Tensor, kpos: Tensor) -> Result:
+    """Each document by itself, its positions counted from 0 here once more."""
     keep = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     start = torch.zeros(q.shape[0], q.shape[2], dtype=torch.long)
     for batch, ids in enumerate(kdoc.tolist()):
@@ -511,6 +562,46 @@ def documents(shape: Shape) -> Tensor:
     return torch.stack([rows if b % 2 else (torch.arange(shape.n) // 31) for b in range(shape.b)])
 
 
+def packed_rows(shape: Shape) -> dict[str, Any]:
+    """Documents and, in the same rows of q and k, positions that start anew with each."""
+    ids = documents(shape)
+    first = torch.searchsorted(torch.where(ids < 0, 99, ids), torch.where(ids < 0, 99, ids))
+    pos = torch.arange(shape.n) - first
+    return {"qdoc": ids, "kdoc": ids, "qpos": pos, "kpos": pos}
+
+
+def left_padded_tables(shape: Shape) -> dict[str, Any]:
+    """Cosines and sines in float32; batch entry b begins with 5 b rows of padding, all at position 1."""
+    pos = (torch.arange(shape.n) - 5 * torch.arange(shape.b)[:, None]).clamp(min=0) + 1
+    angle = (pos[..., None] * inverse_frequencies(shape.d, 5e5)).float()
+    k = {"kcos": angle.cos(), "ksin": angle.sin()}
+    q = {n.replace("k", "q"): x[:, shape.n - shape.m :] for n, x in k.items()}
+    return {**q, **k, **shifted(shape)}
+
+
+def image_between_texts(shape: Shape) -> dict[str, Any]:
+    """Text counts all three axes alike, an image of 5 x 6 patches line and column from where the text ends;
+    the text behind it goes on after the largest position so far.
+    """
+    rows = []
+    for b in range(shape.b):
+        text = torch.arange(11 + b).expand(3, -1)
+        line, column = torch.meshgrid(torch.arange(5), torch.arange(6), indexing="ij")
+        image = torch.stack((torch.zeros(30, dtype=torch.long), line.flatten(), column.flatten())) + 11 + b
+        rest = torch.arange(shape.n - 41 - b).expand(3, -1) + image.max() + 1
+        rows.append(torch.cat((text, image, rest), -1))
+    pos = torch.stack(rows, 1)
+    return {"qpos": pos[..., shape.n - shape.m :], "kpos": pos, **shifted(shape)}
+
+
+def drafts(shape: Shape) -> dict[str, Any]:
+    """A tree of drafts, each at the position of the context's end plus its depth."""
+    up = ancestors(shape)
+    context = shape.n - shape.m
+    qpos = context + up.sum(-1) - 1
+    return {"up": up, "qpos": qpos, "kpos": torch.cat((torch.arange(context)[None], qpos), -1)}
+
+
 def gates(shape: Shape) -> dict[str, Any]:
     sums = torch.nn.functional.logsigmoid(torch.randn(shape.b, shape.h, shape.n) + 2).cumsum(-1)
     return {"cq": sums[..., shape.n - shape.m :], "ck": sums, **shifted(shape)}
@@ -548,6 +639,10 @@ PUBLISHED = {
         Published("chatglm2", "chatglm2", half_rotated(True), arguments=shifted, shape=FEW),
         Published("command_r", "command_r", command_r, arguments=shifted),
         Published("xpos", "xpos_lm", xpos, arguments=shifted),
+        Published("llama_tables", "llama_tables", llama_tables, arguments=left_padded_tables),
+        Published("qwen2_vl", "qwen2_vl", qwen2_vl, arguments=image_between_texts),
+        Published("axial_vit", "axial_vit", axial_vit, arguments=plain(cols=value(9)), shape=IMAGE),
+        Published("speculative", "speculative", speculative, arguments=drafts, shape=Shape(m=23, n=83)),
         Published(
             "t5_encoder",
             "t5_encoder",
@@ -626,7 +721,7 @@ PUBLISHED = {
             prefix_lm,
             arguments=with_shift(prefix=lambda s: torch.arange(s.b) * 31),
         ),
-        Published("packed", "packed", packed, arguments=plain(qdoc=documents, kdoc=documents), shape=SQUARE),
+        Published("packed", "packed", packed, arguments=packed_rows, shape=SQUARE),
         Published(
             "llama4_local", "llama4_local", llama4_local, arguments=plain(size=value(24)), shape=SQUARE
         ),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +34,11 @@ def codes(text: str) -> list[str]:
 def lm(scores: str, parameters: str = "", before: str = "") -> str:
     options = f"; {parameters}" if parameters else ""
     return f"{before}\nattention lm(q, k, v{options}) = softmax({scores}) @ v\n"
+
+
+def attention(parameters: str, *lines: str) -> str:
+    options = f"; {parameters}" if parameters else ""
+    return f"attention lm(q, k, v{options}) {{\n" + "\n".join(lines) + "\n}\n"
 
 
 # ---- captured tensors of any rank -------------------------------------------------------------------------
@@ -109,6 +115,47 @@ def test_integers_of_tensors_keep_64_bits() -> None:
         assert "int64_t len_b;" in text
 
 
+ROTATED = "return softmax(causal(scaled_dot_product(q, k))) @ v"
+STRETCH = "rotate stretch(x0, x1, b, h, r; t[B, Heads, L]) over half = (x0 * t[b, h, r], x1)\n"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lines"),
+    [
+        ("pos[B, N]: int", "q = rope_position(q; pos)"),
+        ("pos[B, M]: int", "q, k = rope_position(q, k; pos)"),
+        ("pos[3, B, M]: int", "k = mrope(k; pos)"),
+        ("t[B, Dqk // 2, M]", "q = rope_table(q; co = t, si = t)"),
+        ("t[B, M, Dqk]", "q = rope_table(q; co = t, si = t)"),
+        ("t[B, M, Dqk // 2]", "q[8:] = rope_table(q[8:]; co = t, si = t)"),
+    ],
+)
+def test_sizes_of_another_operand_contradict_a_rotation(parameters: str, lines: str) -> None:
+    """L is the length and D the width of what is rotated."""
+    assert {*codes(attention(parameters, lines, ROTATED))} == {"E0201"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lines"),
+    [
+        ("pos[1|B, T]: int", "q, k = rope_position(q, k; pos)"),
+        ("pos[B, M]: int", "q = rope_position(q; pos)"),
+        ("t[1|B, N, Dqk // 4]", "k[:D // 2] = rope_table(k[:D // 2]; co = t, si = t)"),
+        ("t[B, N, (Dqk - 8) // 2]", "k[8:] = rope_table(k[8:]; co = t, si = t)"),
+        ("t[B, N, 32]", "k[:64] = rope_table(k[:64]; co = t, si = t)"),
+        ("t[B, Hk, N]", "k = stretch(k; t)"),
+        ("cols: int, up: bool", "q, k = axial(q, k; cols, vertical = up)"),
+    ],
+)
+def test_what_a_rotation_may_read(parameters: str, lines: str) -> None:
+    assert len(check_text(STRETCH + attention(parameters, lines, ROTATED)).programs) == 1
+
+
+def test_numbers_that_divide_in_a_rotation_are_checked_at_every_call() -> None:
+    program = check_text(attention("cols: int", "q = axial(q; cols, vertical = true)", ROTATED)).programs[0]
+    assert program.scalars[0].positive
+
+
 # ---- divisors ---------------------------------------------------------------------------------------------
 
 
@@ -182,20 +229,6 @@ def test_d_is_the_width_in_a_slice() -> None:
 
 # ---- what is outside, by name -----------------------------------------------------------------------------
 
-ROPE_AT = (
-    "rotate rope_position(x0, x1, b, r, c; pos[1|B, L]: int, base: float = 10000.0) over half {\n"
-    "    angle = pos[b, r] * base ** (-2 * c / D)\n"
-    "    return (x0 * cos(angle) - x1 * sin(angle), x0 * sin(angle) + x1 * cos(angle))\n}\n"
-)
-ROPE_TABLE = (
-    "rotate rope_table(x0, x1, b, r, c; co[1|B, L, D // 2], si[1|B, L, D // 2]) over half =\n"
-    "    (x0 * co[b, r, c] - x1 * si[b, r, c], x0 * si[b, r, c] + x1 * co[b, r, c])\n"
-)
-AXIAL = (
-    "rotate axial(x0, x1, r, c; cols: int, base: float = 100.0) over half {\n"
-    "    angle = r // cols * base ** (-2 * c / D)\n"
-    "    return (x0 * cos(angle) - x1 * sin(angle), x0 * sin(angle) + x1 * cos(angle))\n}\n"
-)
 RMS_NORM = "row rms_norm(x, c; w[D]: grad, eps: float = 0.000001) = x * rsqrt(mean(x * x) + eps) * w[c]\n"
 L2_NORM = "row l2_norm(x; eps: float = 0.000001) = x * rsqrt(sum(x * x) + eps)\n"
 GATE = "output gate(o, b, h, m, c; g[B, H, M, Dv]: grad) = o * sigmoid(g[b, h, m, c])\n"
@@ -205,19 +238,8 @@ DROPOUT = (
 )
 
 
-def attention(parameters: str, *lines: str) -> str:
-    options = f"; {parameters}" if parameters else ""
-    return f"attention lm(q, k, v{options}) {{\n" + "\n".join(lines) + "\n}\n"
-
-
 PLAIN = "return softmax(causal(scaled_dot_product(q, k))) @ v"
 OUTSIDE = {
-    "positions": (ROPE_AT + attention("pos[B, M]: int", "q = rope_position(q; pos)", PLAIN), "E0403"),
-    "table": (
-        ROPE_TABLE + attention("co[1|B, N, 32], si[1|B, N, 32]", "k = rope_table(k; co, si)", PLAIN),
-        "E0403",
-    ),
-    "axial": (AXIAL + attention("cols: int", "q, k = axial(q, k; cols)", PLAIN), "E0403"),
     "qk_norm": (RMS_NORM + attention("w[Dqk]", "q = rms_norm(q; w)", PLAIN), "E0401"),
     "l2_norm": (L2_NORM + attention("", "q, k = l2_norm(q, k)", PLAIN), "E0401"),
     "gate": (GATE + attention("g[B, H, M, Dv]", "return gate(softmax(dot(q, k)) @ v; g)"), "E0401"),

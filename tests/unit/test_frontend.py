@@ -100,8 +100,8 @@ ERRORS = {
     "E0313": "example rope(1.0, 0.0, 1, 0) == (0.5, 0.8)",
     "E0401": "row n(x) = x\n" + lm("q = n(q)\nreturn softmax(dot(q, k)) @ v"),
     "E0402": lm("return softmax(lengths(dot(q, k); len)) @ v", "len[B]: int grad"),
-    "E0403": "rotate f(x0, x1, b, p) over half = (x0 * b, x1)\n"
-    + lm("q = f(q)\nreturn softmax(dot(q, k)) @ v"),
+    "E0403": "rotate f(x0, x1, b; t[B]) over half = (x0 * t[b], x1)\n"
+    + lm("q = f(q; t)\nreturn softmax(dot(q, k)) @ v", "t[B]: grad"),
     "E0404": "normalizer f(s) = max(s, 0.0) / sum(max(s, 0.0))\n" + lm("return f(dot(q, k)) @ v"),
 }
 

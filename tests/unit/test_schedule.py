@@ -12,7 +12,7 @@ import pytest
 
 from afc import passes
 from afc.errors import SourceError, UsageError
-from afc.expr.evaluate import evaluate
+from afc.expr.evaluate import evaluate, evaluate_formula
 from afc.expr.nodes import Type, variables
 from afc.frontend import check_file, check_text
 from afc.ir.printer import print_plan, print_program
@@ -292,13 +292,47 @@ def test_softcap_keeps_its_cap_as_the_factor() -> None:
     assert program.score_gradient is not None and program.score_gradient.constant == pytest.approx(0.125)
 
 
-def test_a_rotation_that_is_not_linear_is_refused() -> None:
-    text = (
-        "rotate f(x0, x1, p, c) over half = (x0 * x1, x1)\n"
-        "attention a(q, k, v) {\n q = f(q)\n return softmax(dot(q, k)) @ v\n}\n"
-    )
+def rotated(block: str) -> Program:
+    text = f"{block}\nattention a(q, k, v) {{\n q = f(q)\n return softmax(dot(q, k)) @ v\n}}\n"
+    return passes.run(check_text(text).programs[0], {"Dqk": 64, "Dv": 64})
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "x0 * x1, x1",
+        "x0 + 1.0, x1",
+        "x0 + p, x1",
+        "x0, 3.0",
+        "abs(x0), x1",
+        "1.0 / x0, x1",
+        "if x0 > 0.0 then x0 else x1, x1",
+        "if p > 3 then x0 else 1.0, x1",
+        "max(x0, x1), x1",
+    ],
+)
+def test_a_rotation_that_is_not_linear_is_refused(pair: str) -> None:
+    """A constant term has no derivative: it must not vanish either."""
     with pytest.raises(SourceError, match="E0307"):
-        passes.run(check_text(text).programs[0], {"Dqk": 64, "Dv": 64})
+        rotated(f"rotate f(x0, x1, p, c) over half = ({pair})")
+
+
+def test_intermediate_values_may_read_the_pair() -> None:
+    """Both results go through `y`; each has its own derivative by it."""
+    matrix = (
+        rotated(
+            "rotate f(x0, x1, p, c) over half {\n"
+            " y = (x0 - x1) / 2.0\n z = if p > 3 then y else 0.0\n return (y * cos(p) + x1, -z * p)\n}"
+        )
+        .q_steps[0]
+        .matrix
+    )
+    assert matrix is not None
+    for p, want in (
+        (2, [0.5 * np.cos(2), 1 - 0.5 * np.cos(2), 0, 0]),
+        (5, [0.5 * np.cos(5), 1 - 0.5 * np.cos(5), -2.5, 2.5]),
+    ):
+        np.testing.assert_allclose([float(x) for x in evaluate_formula(matrix, {"p": p})], want, atol=1e-15)
 
 
 @pytest.mark.parametrize(

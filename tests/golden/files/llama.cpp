@@ -135,20 +135,26 @@ struct Workspace {
 
 // ---- rotations -------------------------------------------------------------
 
-// The coefficients of row r of q in batch b.
-AFC_FN Real *q_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t r) {
-  return w.q_table + ((args.q_origin_per_batch != nullptr ? b * args.M : 0) + r) * Q_TABLE_WIDTH;
+// Which table of coefficients serves which head of q.
+AFC_FN afc::Tables q_tables(const afc_args &args) {
+  return {args.B, args.Hq, args.q_origin_per_batch != nullptr, false};
 }
 
-// Table rows first .. last - 1 of q: for each rotation, coefficient k of all pairs before coefficient k + 1.
+// The coefficients of row r of head h of q in batch b.
+AFC_FN const Real *q_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t h, int64_t r) {
+  return w.q_table + (q_tables(args).of(b, h) * args.M + r) * Q_TABLE_WIDTH;
+}
+
+// Rows first .. last - 1 of a table of q: for each rotation, coefficient k of all pairs before coefficient k + 1.
 // Positions vary fastest, so that what depends on the pair alone is computed once for all of them.
-AFC_FN void tabulate_q(const afc_args &args, const Workspace &w, int64_t b, int64_t first, int64_t last) {
+AFC_FN void tabulate_q(const afc_args &args, const Workspace &w, int64_t table, int64_t first, int64_t last) {
+  const int64_t b = q_tables(args).batch(table);
   const int64_t origin = args.q_origin_per_batch != nullptr ? args.q_origin_per_batch[b] : args.q_origin;
   for (int pair = 0; pair < 32; ++pair) {
     for (int64_t r = first; r < last; ++r) {
       Real c[2];
       rotate_q_coefficients_0(int(r + origin), pair, c);
-      Real *to = q_table_row(args, w, b, r) + 0 + pair;
+      Real *to = w.q_table + (table * args.M + r) * Q_TABLE_WIDTH + 0 + pair;
       for (int k = 0; k < 2; ++k) to[k * 32] = c[k];
     }
   }
@@ -184,20 +190,26 @@ AFC_FN void rotate_q_transposed(Real *row, const Real *table) {
   }
 }
 
-// The coefficients of row r of k in batch b.
-AFC_FN Real *k_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t r) {
-  return w.k_table + ((args.k_origin_per_batch != nullptr ? b * args.N : 0) + r) * K_TABLE_WIDTH;
+// Which table of coefficients serves which head of k.
+AFC_FN afc::Tables k_tables(const afc_args &args) {
+  return {args.B, args.Hk, args.k_origin_per_batch != nullptr, false};
 }
 
-// Table rows first .. last - 1 of k: for each rotation, coefficient k of all pairs before coefficient k + 1.
+// The coefficients of row r of head h of k in batch b.
+AFC_FN const Real *k_table_row(const afc_args &args, const Workspace &w, int64_t b, int64_t h, int64_t r) {
+  return w.k_table + (k_tables(args).of(b, h) * args.N + r) * K_TABLE_WIDTH;
+}
+
+// Rows first .. last - 1 of a table of k: for each rotation, coefficient k of all pairs before coefficient k + 1.
 // Positions vary fastest, so that what depends on the pair alone is computed once for all of them.
-AFC_FN void tabulate_k(const afc_args &args, const Workspace &w, int64_t b, int64_t first, int64_t last) {
+AFC_FN void tabulate_k(const afc_args &args, const Workspace &w, int64_t table, int64_t first, int64_t last) {
+  const int64_t b = k_tables(args).batch(table);
   const int64_t origin = args.k_origin_per_batch != nullptr ? args.k_origin_per_batch[b] : args.k_origin;
   for (int pair = 0; pair < 32; ++pair) {
     for (int64_t r = first; r < last; ++r) {
       Real c[2];
       rotate_k_coefficients_0(int(r + origin), pair, c);
-      Real *to = k_table_row(args, w, b, r) + 0 + pair;
+      Real *to = w.k_table + (table * args.N + r) * K_TABLE_WIDTH + 0 + pair;
       for (int k = 0; k < 2; ++k) to[k * 32] = c[k];
     }
   }
@@ -389,7 +401,7 @@ AFC_FN void differentiate_keys(QueryGradientScratch &t, int p, int n_first, int 
 AFC_FN void store_query_gradient(const afc_args &args, const Workspace &w, int64_t b, int64_t h,
                                  int64_t m, Real *row) {
   for (int d = 0; d < HEAD_QK; ++d) row[d] *= GRADIENT_SCALE;
-  rotate_q_transposed(row, q_table_row(args, w, b, m));
+  rotate_q_transposed(row, q_table_row(args, w, b, h, m));
   afc::store_row(afc::matrix<Element>(args.dq, b, h).row(m), row, HEAD_QK);
 }
 
@@ -513,7 +525,7 @@ AFC_FN void add_head(const afc_args &args, const Workspace &w, int64_t b, int64_
 AFC_FN void store_key_gradient(const afc_args &args, const Workspace &w, int64_t b, int64_t h,
                                int64_t n, Real *row) {
   for (int d = 0; d < HEAD_QK; ++d) row[d] *= GRADIENT_SCALE;
-  rotate_k_transposed(row, k_table_row(args, w, b, n));
+  rotate_k_transposed(row, k_table_row(args, w, b, h, n));
   afc::store_row(afc::matrix<Element>(args.dk, b, h).row(n), row, HEAD_QK);
 }
 
@@ -568,9 +580,9 @@ Workspace lay_out(const afc_args &args, bool backward) {
   afc::Cursor cursor{args.workspace, 0};
   Workspace w{};
   w.q_rotated = cursor.take<Element>(args.B * args.Hq * args.M * 64);
-  w.q_table = cursor.take<Real>(args.M * 64 * afc::table_count(args, args.q_origin_per_batch));
+  w.q_table = cursor.take<Real>(q_tables(args).count() * args.M * Q_TABLE_WIDTH);
   w.k_rotated = cursor.take<Element>(args.B * args.Hk * args.N * 64);
-  w.k_table = cursor.take<Real>(args.N * 64 * afc::table_count(args, args.k_origin_per_batch));
+  w.k_table = cursor.take<Real>(k_tables(args).count() * args.N * K_TABLE_WIDTH);
   if (backward) w.delta = cursor.take<Real>(args.B * args.Hq * args.M);
   w.scratch = cursor.take<ForwardScratch>(backward ? 0 : args.threads);
   if (backward) w.scratch = cursor.take<BackwardScratch>(args.threads);
@@ -581,16 +593,14 @@ Workspace lay_out(const afc_args &args, bool backward) {
 // Replaces q and k by rotated copies.
 void rotate(afc_args &args, const Workspace &w) {
   afc::rotate_operand<HEAD_QK>(
-      args.threads, args.B, args.Hq, args.M, args.q, w.q_rotated, w.q_table,
-      afc::table_count(args, args.q_origin_per_batch), Q_TABLE_WIDTH,
+      args.threads, q_tables(args), args.M, args.q, w.q_rotated, w.q_table, Q_TABLE_WIDTH,
       [&](int64_t) { return args.M; },
-      [&](int64_t b, int64_t first, int64_t last) { tabulate_q(args, w, b, first, last); },
+      [&](int64_t table, int64_t first, int64_t last) { tabulate_q(args, w, table, first, last); },
       [](Real *row, const Real *coefficients) { rotate_q(row, coefficients); });
   afc::rotate_operand<HEAD_QK>(
-      args.threads, args.B, args.Hk, args.N, args.k, w.k_rotated, w.k_table,
-      afc::table_count(args, args.k_origin_per_batch), K_TABLE_WIDTH,
+      args.threads, k_tables(args), args.N, args.k, w.k_rotated, w.k_table, K_TABLE_WIDTH,
       [&](int64_t b) { return afc::key_count(args, b); },
-      [&](int64_t b, int64_t first, int64_t last) { tabulate_k(args, w, b, first, last); },
+      [&](int64_t table, int64_t first, int64_t last) { tabulate_k(args, w, table, first, last); },
       [](Real *row, const Real *coefficients) { rotate_k(row, coefficients); });
 }
 
