@@ -58,10 +58,12 @@ def test_lengths_of_zero(name: str, dtype: torch.dtype, modules: dict[Key, Modul
             for axis, (size, _) in enumerate(info.shape):
                 if size in ("M", "N"):
                     options[info.name] = options[info.name].narrow(axis, 0, m if size == "M" else n)
-        q, k, v = (x.requires_grad_() for x in inputs(shape.b, shape.h, shape.hk, m, n, D, D, dtype))
-        o = call(q, k, v, **options)
-        assert o.shape == (shape.b, shape.h, m, D) and not o.any()
-        for x, g in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
+        tensors = inputs(shape.b, shape.h, shape.hk, m, n, shape.d, shape.d, dtype)
+        learned = [options[t.name] for t in call.info.tensors if t.grad]
+        leaves = [x.requires_grad_() for x in (*tensors, *learned)]
+        o = call(*tensors, **options)
+        assert o.shape == (shape.b, shape.h, m, shape.d) and not o.any()
+        for x, g in zip(leaves, torch.autograd.grad(o.sum(), leaves), strict=True):
             assert g.shape == x.shape and not g.any()
 
 
