@@ -170,7 +170,7 @@ def _parameter(param: Param, program: Program) -> dict[str, Any]:
             "type": param.type.value,
             "shape": shape,
             "grad": param.grad,
-            "grad_is_zero": not any(r.load.tensor == param.name for r in program.captured_reads),
+            "grad_is_zero": param.name not in program.learned,
         }
     default = None if param.default is None else param.default.value
     return {

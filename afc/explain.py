@@ -21,7 +21,7 @@ from afc.frontend import Checked, check_file
 from afc.frontend.report import did_you_mean
 from afc.ir.masks import Bound, MaskPlan, Run
 from afc.ir.printer import print_program
-from afc.ir.program import Normalizer, Program, Rotation, ScalarParam
+from afc.ir.program import Normalizer, Program, Rotation, RowStep, ScalarParam
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
 from afc.masks import derive, key_run
@@ -252,7 +252,11 @@ def _program(original: Program, program: Program) -> list[str]:
     lines.append(f"  known when compiled: {fixed}")
     lines.append(f"  passes that changed it: {', '.join(_changes(original, dict(program.constants)))}")
     for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
-        lines += [f"  {operand} is rotated: {_rotation(step)}" for step in steps]
+        for step in steps:
+            if isinstance(step, RowStep):
+                lines.append(f"  {operand}: {_row(step)}")
+            else:
+                lines.append(f"  {operand} is rotated: {_rotation(step)}")
     lines += _scores(original, program)
     lines += [f"  mask: {step.call} keeps {_formula(step.formula)}" for step in program.masks]
     return lines
@@ -265,6 +269,13 @@ def _changes(original: Program, constants: Mapping[str, Constant]) -> list[str]:
             changed.append(name)
         before = after
     return changed
+
+
+def _row(step: RowStep) -> str:
+    assert isinstance(step.first, Const) and isinstance(step.width, Const) and step.value is not None
+    first, width = int(step.first.value), int(step.width.value)
+    means = "".join(f"{m.name} = mean of {_formula(m.formula)}; " for m in step.means)
+    return f"{step.call}, columns {first} to {first + width - 1}: {means}{_formula(step.value)}"
 
 
 def _rotation(step: Rotation) -> str:

@@ -94,6 +94,10 @@ def _sigmoid(x: Any) -> Any:
     return np.where(np.asarray(x) >= 0, 1 / (1 + e), e / (1 + e))
 
 
+def _row_mean(x: Any) -> Any:
+    return np.mean(x, -1, keepdims=True) if np.ndim(x) else x
+
+
 def _kink(a: Expr, b: Expr, name: str) -> tuple[Expr, Expr]:
     """max and min: the derivative goes to the larger (smaller) argument; at a tie, to the first."""
     first = call("ge" if name == "max" else "le", a, b)
@@ -177,7 +181,11 @@ ROWS: tuple[Operator, ...] = (
     ),
 )
 
-OPERATORS: dict[str, Operator] = {row.name: row for row in ROWS}
+# The mean over a row of q or k, between the front end and the pass that takes it out of the formula. The mean
+# of a number is the number.
+ROW_MEAN = Operator("row_mean", 1, "float", _row_mean, None, "", attn="mean")
+
+OPERATORS: dict[str, Operator] = {row.name: row for row in (*ROWS, ROW_MEAN)}
 
 # Functions a source may call by name; `clamp` is `min(max(x, lo), hi)`.
 FUNCTIONS: frozenset[str] = frozenset(

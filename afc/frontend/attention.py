@@ -7,7 +7,20 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
-from afc.expr.nodes import Const, Expr, Op, Type, Var, const, formula_tensors
+from afc.expr.nodes import (
+    Const,
+    Expr,
+    Formula,
+    Load,
+    Op,
+    Type,
+    Var,
+    const,
+    formula_tensors,
+    inline_lets,
+    variables,
+    walk,
+)
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
 from afc.expr.simplify import simplify
@@ -24,14 +37,16 @@ from afc.ir.program import (
     Param,
     Program,
     Rotation,
+    RowStep,
     ScalarParam,
     Step,
     TensorParam,
+    Transform,
 )
 
 RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
 # A run-time number shares the namespace of formulas with their inputs and with the values that passes name.
-FORMULA_NAMES = (*INDEX_NAMES, "s", "r", "p", "c", "x0", "x1")
+FORMULA_NAMES = (*INDEX_NAMES, "s", "r", "p", "c", "x", "x0", "x1")
 GENERATED_NAME = re.compile(r"d_\w+|\w+_value(_\d+)?")
 
 
@@ -40,7 +55,7 @@ class Rows:
     """q, k or v after some row steps; a slice has `lo`, `hi`."""
 
     operand: Literal["q", "k", "v"]
-    steps: tuple[Rotation, ...] = ()
+    steps: tuple[Transform, ...] = ()
     lo: Expr | None = None
     hi: Expr | None = None
 
@@ -271,8 +286,8 @@ class AttentionChecker:
 
     def assign(self, assignment: ast.Assignment) -> None:
         targets, value = assignment.targets, assignment.value
-        if isinstance(value, ast.Call) and self.kind(value.function) == "rotate":
-            self.rotate(targets, value)
+        if isinstance(value, ast.Call) and self.kind(value.function) in ("rotate", "row"):
+            self.transform(targets, value)
             return
         if isinstance(value, ast.Call) and self.kind(value.function) in UNSUPPORTED_SLOTS:
             self.unsupported(value)
@@ -282,7 +297,7 @@ class AttentionChecker:
                 self.unknown_block(value)
                 return
             self.report.error(
-                "E0135", "only a row block (a rotation) gives several values or a slice", assignment.span
+                "E0135", "only a rotation or a row block gives several values or a slice", assignment.span
             )
             return
         target = targets[0]
@@ -351,11 +366,11 @@ class AttentionChecker:
 
     # ---- rotations ----------------------------------------------------------------------------------------
 
-    def rotate(self, targets: tuple[ast.Slice, ...], node: ast.Call) -> None:
+    def transform(self, targets: tuple[ast.Slice, ...], node: ast.Call) -> None:
         declaration = self.blocks.declarations[node.function]
         if len(node.args) != len(targets):
             self.report.error(
-                "E0137", f"{len(targets)} target(s) but {len(node.args)} row(s) to rotate", node.span
+                "E0137", f"{len(targets)} target(s) but {len(node.args)} row(s) given", node.span
             )
             return
         for target, source in zip(targets, node.args, strict=True):
@@ -365,12 +380,12 @@ class AttentionChecker:
             if not self.same_columns(target, source):
                 self.report.error(
                     "E0138",
-                    "a rotated slice goes back where it came from",
+                    "a slice goes back where it came from",
                     target.span,
                     hint="write `q[a:b], k[a:b] = f(q[a:b], k[a:b])`",
                 )
                 return
-            step = self.rotation(declaration, node, rows)
+            step = self.step(declaration, node, rows)
             if step is None:
                 return
             whole = Rows(rows.operand, (*rows.steps, step))
@@ -381,7 +396,7 @@ class AttentionChecker:
         name = node.id if isinstance(node, ast.Name) else node.base if isinstance(node, ast.Slice) else None
         value = self.values.get(name) if name else None
         if not isinstance(value, Rows) or value.operand == "v":
-            self.report.error("E0139", "a rotation applies to q or k", node.span)
+            self.report.error("E0139", "a rotation or a row block applies to q or k", node.span)
             return None
         if isinstance(node, ast.Slice):
             lo = expression(node.lo, self.columns()) if node.lo is not None else const(0)
@@ -400,10 +415,11 @@ class AttentionChecker:
         assert isinstance(source, ast.Slice)
         return target.base == source.base and bounds(target) == bounds(source)
 
-    def rotation(self, declaration: ast.Declaration, node: ast.Call, rows: Rows) -> Rotation | None:
+    def step(self, declaration: ast.Declaration, node: ast.Call, rows: Rows) -> Transform | None:
+        """A rotation or a row block, with its options bound, on the columns of `rows`."""
         assert rows.lo is not None and rows.hi is not None
         width = rows.hi if rows.lo == const(0) else simplify(Op("sub", (rows.hi, rows.lo), Type.INT))
-        if declaration.pairing not in ("half", "adjacent"):
+        if declaration.kind == "rotate" and declaration.pairing not in ("half", "adjacent"):
             self.report.error(
                 "E0123", f"`{declaration.name}` must say `over half` or `over adjacent`", declaration.span
             )
@@ -415,6 +431,9 @@ class AttentionChecker:
         formula = self.blocks.instantiate(declaration, options, dimensions)
         if formula is None:
             return None
+        call = call_text(declaration, options)
+        if declaration.kind == "row":
+            return self.row_step(declaration, formula, call, node, rows.lo, width)
         read = formula_tensors(formula)
         for parameter in self.declaration.options:
             if parameter.grad and parameter.name in read:
@@ -429,7 +448,7 @@ class AttentionChecker:
         return Rotation(
             declaration.name,
             formula,
-            call_text(declaration, options),
+            call,
             declaration.doc,
             node.span,
             declaration.span,
@@ -437,6 +456,31 @@ class AttentionChecker:
             width=width,
             pairing="half" if declaration.pairing == "half" else "adjacent",
         )
+
+    def row_step(
+        self,
+        declaration: ast.Declaration,
+        formula: Formula,
+        call: str,
+        node: ast.Call,
+        first: Expr,
+        width: Expr,
+    ) -> RowStep | None:
+        """A row block. A learned tensor may not be indexed by the row: its gradient is a sum over rows."""
+        loads = [e for e in walk(inline_lets(formula)[0]) if isinstance(e, Load)]
+        for parameter in self.declaration.options:
+            by_row = [e for e in loads if e.tensor == parameter.name and "r" in variables(e)]
+            if parameter.grad and by_row:
+                self.report.error(
+                    "E0403",
+                    f"`{declaration.name}` reads `{parameter.name}` by row: its gradient is outside what "
+                    "this version compiles",
+                    node.span,
+                    hint="index it by the column `c`, the head `h` or the batch `b`, or drop `grad`",
+                )
+                return None
+        doc, origin = declaration.doc, declaration.span
+        return RowStep(declaration.name, formula, call, doc, node.span, origin, first=first, width=width)
 
     # ---- scores, weights, output --------------------------------------------------------------------------
 
@@ -497,7 +541,9 @@ class AttentionChecker:
                 "E0144",
                 f"a {declaration.kind} cannot be used here",
                 node.span,
-                hint="assign its result: `q, k = rope(q, k)`" if declaration.kind == "rotate" else None,
+                hint="assign its result: `q, k = rope(q, k)`"
+                if declaration.kind in ("rotate", "row")
+                else None,
             )
             return None
         return self.block(declaration, node, values, names)

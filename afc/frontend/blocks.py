@@ -55,13 +55,17 @@ SLOTS: dict[str, Slot] = {
         Type.FLOAT,
         2,
     ),
+    "row": Slot(
+        {"x": Type.FLOAT, "c": INTEGER, "b": INTEGER, "h": INTEGER, "r": INTEGER},
+        (*DIMENSIONS, "D", "L"),
+        Type.FLOAT,
+    ),
     "normalizer": Slot(
         {"s": Type.FLOAT, "b": INTEGER, "h": INTEGER, "i": INTEGER, "m": INTEGER}, DIMENSIONS, Type.FLOAT
     ),
 }
 
 UNSUPPORTED_SLOTS = {
-    "row": "reductions over a q or k row",
     "output": "a formula on the output row",
     "weight": "a formula on the weights",
 }
@@ -161,6 +165,7 @@ class Blocks:
             self.inline,
             require_positive=self.require_positive,
             reserved=self.reserved,
+            width=dimensions.get("D", Var("D", INTEGER)) if declaration.kind == "row" else None,
         )
         result = formula(declaration, scope)
         return None if result is None else self._result(declaration, result)

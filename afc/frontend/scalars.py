@@ -49,6 +49,7 @@ class Scope:
     reserved: frozenset[str] = (
         frozenset()
     )  # names of the attention's parameters: no intermediate value has one
+    width: Expr | None = None  # of the row, in a row block: what `mean` and `sum` are over
 
     def allowed(self) -> str:
         """The names in reach, for messages."""
@@ -251,6 +252,8 @@ def _call(node: ast.Call, scope: Scope) -> Expr | None:
     if None in args:
         return None
     given = [a for a in args if a is not None]
+    if scope.width is not None and node.function in ("mean", "sum"):
+        return _over_row(node, given, scope, scope.width)
     if node.function == "clamp":
         return _clamp(node, given, scope)
     if node.function not in FUNCTIONS:
@@ -276,6 +279,19 @@ def _builtin(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
     if row.types == "float" or len({a.type for a in args}) > 1:
         args = [to_float(a) for a in args]
     return call(node.function, *args)
+
+
+def _over_row(node: ast.Call, args: list[Expr], scope: Scope, width: Expr) -> Expr | None:
+    """`mean(e)` and `sum(e)` over the columns of a row: the sum is the mean times the width."""
+    if len(args) != 1 or node.keywords:
+        scope.report.error("E0106", f"`{node.function}` takes 1 argument, not {len(args)}", node.span)
+        return None
+    if not _require(
+        args[0], (Type.INT, Type.FLOAT), f"the argument of `{node.function}`", node.args[0].span, scope
+    ):
+        return None
+    mean = call("row_mean", to_float(args[0]))
+    return mean if node.function == "mean" else call("mul", mean, to_float(width))
 
 
 def _clamp(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:

@@ -9,7 +9,7 @@ from typing import Any
 from afc.expr.nodes import Formula
 from afc.expr.printer import attn, number
 from afc.ir.masks import MaskPlan
-from afc.ir.program import Program, Rotation, Step, TensorParam
+from afc.ir.program import Program, Rotation, RowStep, Step, TensorParam
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TileOp
 
 
@@ -29,8 +29,11 @@ def print_program(program: Program) -> str:
                 f"  scalar {param.name}: {param.type.value}{' > 0' if param.positive else ''}{default}"
             )
     for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
-        for rotation in steps:
-            lines += _rotation(operand, rotation)
+        for transform in steps:
+            if isinstance(transform, RowStep):
+                lines += _row(operand, transform)
+            else:
+                lines += _rotation(operand, transform)
     for step in program.scores:
         lines += _step("score", step)
     for step in program.masks:
@@ -59,6 +62,21 @@ def _step(kind: str, step: Step) -> list[str]:
 def _rotation(operand: str, step: Rotation) -> list[str]:
     lines = [f"  rotate {operand}[{attn(step.first)} + {attn(step.width)}] {step.call} over {step.pairing}"]
     return lines + _formula(step.matrix if step.matrix is not None else step.formula, 4)
+
+
+def _row(operand: str, step: RowStep) -> list[str]:
+    lines = [f"  row {operand}[{attn(step.first)} + {attn(step.width)}] {step.call}"]
+    if step.value is None or step.backward is None:
+        return lines + _formula(step.formula, 4)
+    for mean in step.means:
+        lines += [f"    {mean.name} = mean of", *_formula(mean.formula, 6)]
+    lines += _formula(step.value, 4)
+    for name, term in step.backward.means:
+        lines += [f"    {name} = mean of", *_formula(term, 6)]
+    lines += ["    gradient of x", *_formula(step.backward.x, 6)]
+    for read in step.backward.reads:
+        lines += [f"    gradient of {attn(read.load)}: sum of", *_formula(read.term, 6)]
+    return lines
 
 
 def _formula(formula: Formula, indent: int) -> list[str]:

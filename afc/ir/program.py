@@ -10,7 +10,7 @@ captured tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -86,6 +86,53 @@ class Rotation(Step):
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A mean over the columns of a row: a formula of x, c and earlier means."""
+
+    name: str
+    formula: Formula
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """A read of a captured tensor marked `grad` in a row block, and what a column adds to its gradient."""
+
+    load: Load
+    term: Formula
+
+
+@dataclass(frozen=True)
+class RowBackward:
+    """Derivative of a row block; d_value is the incoming gradient of a column.
+
+    `means`: last mean first, a name and the term whose mean over the columns is its value; `x`: the gradient
+    of a column of the input. Terms read x, c, d_value, the means, and the values before them.
+    """
+
+    means: tuple[tuple[str, Formula], ...]
+    x: Formula
+    reads: tuple[RowRead, ...]
+
+
+@dataclass(frozen=True)
+class RowStep(Step):
+    """A formula on each column x of a row of q or k, with means over the row.
+
+    Columns `first .. first + width - 1`. The pass `rows` sets `means`, `value` (the formula in terms of
+    them) and `backward`.
+    """
+
+    first: Expr = field(kw_only=True)
+    width: Expr = field(kw_only=True)
+    means: tuple[Mean, ...] = field(default=(), kw_only=True)
+    value: Formula | None = field(default=None, kw_only=True)
+    backward: RowBackward | None = field(default=None, kw_only=True)
+
+
+Transform = Rotation | RowStep
+
+
+@dataclass(frozen=True)
 class Normalizer:
     """Weights of a row: w(s), or w(s) / (sum(w(s)) + extra).
 
@@ -129,6 +176,13 @@ class CapturedRead:
     coefficient: Formula
 
 
+def learned(reads: Iterable[CapturedRead], steps: Iterable[Transform]) -> tuple[str, ...]:
+    """Captured tensors that scores or row blocks read and whose gradient is asked for."""
+    rows = [s.backward for s in steps if isinstance(s, RowStep) and s.backward is not None]
+    names = [r.load.tensor for r in reads] + [r.load.tensor for b in rows for r in b.reads]
+    return tuple(dict.fromkeys(names))
+
+
 @dataclass(frozen=True)
 class Program:
     """An attention. `constants` are dimensions and parameters fixed at compile time (`-D D=64`)."""
@@ -138,8 +192,8 @@ class Program:
     source: str
     span: Span
     params: tuple[Param, ...]
-    q_steps: tuple[Rotation, ...]
-    k_steps: tuple[Rotation, ...]
+    q_steps: tuple[Transform, ...]
+    k_steps: tuple[Transform, ...]
     scores: tuple[Step, ...]
     masks: tuple[Step, ...]
     normalizer: Normalizer
@@ -157,6 +211,11 @@ class Program:
         """Run-time scalars in signature order."""
         return tuple(p for p in self.params if isinstance(p, ScalarParam))
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Captured tensors whose gradient is not 0 everywhere; the passes have been run."""
+        return learned(self.captured_reads, (*self.q_steps, *self.k_steps))
+
     def constant(self, name: str) -> int | float | bool | None:
         """A compile-time constant, or None."""
         return dict(self.constants).get(name)
@@ -167,7 +226,9 @@ class Program:
         def step(s: Step) -> Step:
             return replace(s, formula=rule(s.formula))
 
-        def rotation(s: Rotation) -> Rotation:
+        def transform(s: Transform) -> Transform:
+            if isinstance(s, RowStep):
+                return replace(s, formula=rule(s.formula))
             matrix = None if s.matrix is None else rule(s.matrix)
             return replace(s, formula=rule(s.formula), matrix=matrix)
 
@@ -178,8 +239,8 @@ class Program:
         return replace(
             self,
             normalizer=normalizer,
-            q_steps=tuple(map(rotation, self.q_steps)),
-            k_steps=tuple(map(rotation, self.k_steps)),
+            q_steps=tuple(map(transform, self.q_steps)),
+            k_steps=tuple(map(transform, self.k_steps)),
             scores=tuple(map(step, self.scores)),
             masks=tuple(map(step, self.masks)),
         )

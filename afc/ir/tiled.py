@@ -14,7 +14,7 @@ from typing import Literal, Union
 
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
-from afc.ir.program import CapturedRead, Rotation, Step
+from afc.ir.program import CapturedRead, Rotation, Step, Transform, learned
 from afc.ir.protocol import Protocol
 
 Kind = Literal[
@@ -156,7 +156,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class RotateBack:
-    """Rows times the transposed rotations of an operand, last rotation first."""
+    """Gradient of the raw rows of an operand from that of the rotated ones: the transposed derivative of its
+    steps, last step first; what captured tensors of row blocks get is added to their gradients.
+    """
 
     x: str
     operand: Literal["q", "k"]
@@ -283,8 +285,8 @@ class Semantics:
     compute: str
     head_qk: int
     head_v: int
-    q_rotations: tuple[Rotation, ...]
-    k_rotations: tuple[Rotation, ...]
+    q_steps: tuple[Transform, ...]
+    k_steps: tuple[Transform, ...]
     scores: tuple[Step, ...]
     score_gradients: tuple[Formula | None, ...]
     scores_finite: bool
@@ -294,6 +296,21 @@ class Semantics:
     has_sum: bool = True
     log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
     captured: tuple[CapturedRead, ...] = ()
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Captured tensors whose gradient is not 0 everywhere."""
+        return learned(self.captured, (*self.q_steps, *self.k_steps))
+
+    @property
+    def q_rotations(self) -> tuple[Rotation, ...]:
+        """The rotations among the steps of q."""
+        return tuple(s for s in self.q_steps if isinstance(s, Rotation))
+
+    @property
+    def k_rotations(self) -> tuple[Rotation, ...]:
+        """The rotations among the steps of k."""
+        return tuple(s for s in self.k_steps if isinstance(s, Rotation))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from afc.errors import AfcError
 from afc.expr.nodes import Formula, Load, Op, Type, formula_exprs, formula_variables, variables
 from afc.expr.operators import OPERATORS, result_type
-from afc.ir.program import DIMENSIONS, INDEX_NAMES, Program
+from afc.ir.program import DIMENSIONS, INDEX_NAMES, Program, RowStep
 
 
 def verify(program: Program, after: str) -> None:
@@ -16,6 +16,9 @@ def verify(program: Program, after: str) -> None:
     tensors = {t.name: len(t.shape) for t in program.tensors}
     groups: list[tuple[str, Formula, set[str]]] = []
     for rotation in (*program.q_steps, *program.k_steps):
+        if isinstance(rotation, RowStep):
+            groups += [(rotation.block, f, known | names) for f, names in _row_formulas(rotation)]
+            continue
         groups.append((rotation.block, rotation.formula, known | {"x0", "x1", "p", "c", "b", "h", "r"}))
         if rotation.matrix is not None:
             groups.append((rotation.block, rotation.matrix, known | {"p", "c", "b", "h", "r"}))
@@ -33,6 +36,24 @@ def verify(program: Program, after: str) -> None:
         groups += [("captured gradient", f, offered) for f in (read.coefficient, Formula((read.load,)))]
     for block, formula, names in groups:
         _formula(block, formula, names, tensors, after)
+
+
+def _row_formulas(step: RowStep) -> list[tuple[Formula, set[str]]]:
+    """The formulas of a row step, with the names of its slot and those defined before each."""
+    names = {"x", "c", "b", "h", "r"}
+    found = [(step.formula, set(names))]
+    for mean in step.means:
+        found.append((mean.formula, set(names)))
+        names.add(mean.name)
+    if step.value is not None:
+        found.append((step.value, set(names)))
+    if step.backward is not None:
+        names.add("d_value")
+        for name, term in step.backward.means:
+            found.append((term, set(names)))
+            names.add(name)
+        found += [(step.backward.x, set(names)), *((r.term, set(names)) for r in step.backward.reads)]
+    return found
 
 
 def _extent_names(program: Program) -> set[str]:

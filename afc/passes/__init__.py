@@ -13,6 +13,7 @@ from afc.ir.program import Program
 from afc.ir.verify import verify
 from afc.passes.captured import captured
 from afc.passes.rotations import matrices
+from afc.passes.rows import rows
 from afc.passes.scores import differentiate, factor, merge_linear, weigh
 from afc.passes.specialise import fold, specialise
 
@@ -25,12 +26,13 @@ class Pass:
     run: Callable[[Program], Program]
 
 
-# Order: `weigh` may add the last score step; `matrices` and `merge_linear` need folded constants; `factor`
-# looks at the last step, so linear steps must have merged first; `differentiate` and `captured` are last
-# because they derive the steps that are emitted.
+# Order: `weigh` may add the last score step; `matrices`, `rows` and `merge_linear` need folded constants;
+# `factor` looks at the last step, so linear steps must have merged first; `differentiate` and `captured` are
+# last because they derive the steps that are emitted.
 PASSES: tuple[Pass, ...] = (
     Pass("fold", fold),
     Pass("matrices", matrices),
+    Pass("rows", rows),
     Pass("weigh", weigh),
     Pass("merge_linear", merge_linear),
     Pass("factor", factor),

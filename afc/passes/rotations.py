@@ -11,7 +11,7 @@ from afc.errors import SourceError
 from afc.expr.differentiate import gradient
 from afc.expr.nodes import Const, Expr, Formula, Let, Load, Op, Type, Var, substitute
 from afc.expr.simplify import simplify_formula
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
 
 ONE, ZERO = Const(1.0, Type.FLOAT), Const(0.0, Type.FLOAT)
 
@@ -37,7 +37,9 @@ def matrices(program: Program) -> Program:
     )
 
 
-def _with_matrix(step: Rotation) -> Rotation:
+def _with_matrix(step: Transform) -> Transform:
+    if isinstance(step, RowStep):
+        return step
     _check_columns(step)
     formula = _pair_inlined(step)
     rows = [gradient(formula, ("x0", "x1"), seeds) for seeds in ((ONE, ZERO), (ZERO, ONE))]

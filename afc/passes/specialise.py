@@ -10,7 +10,7 @@ from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Type, const, map_formula, substitute
 from afc.expr.simplify import simplify, simplify_formula
 from afc.frontend.report import did_you_mean
-from afc.ir.program import Extent, Param, Program, Rotation, ScalarParam, TensorParam
+from afc.ir.program import Extent, Param, Program, ScalarParam, TensorParam, Transform
 
 
 def specialise(program: Program, constants: Mapping[str, int | float | bool]) -> Program:
@@ -26,7 +26,7 @@ def specialise(program: Program, constants: Mapping[str, int | float | bool]) ->
     params: list[Param] = [p for p in program.params if p.name not in values]
     params = [replace(p, shape=_shape(p, values)) if isinstance(p, TensorParam) else p for p in params]
 
-    def rotation(step: Rotation) -> Rotation:
+    def transform(step: Transform) -> Transform:
         return replace(
             step,
             first=simplify(substitute(step.first, values)),
@@ -38,8 +38,8 @@ def specialise(program: Program, constants: Mapping[str, int | float | bool]) ->
         bound,
         params=tuple(params),
         constants=tuple(sorted(constants.items())),
-        q_steps=tuple(map(rotation, bound.q_steps)),
-        k_steps=tuple(map(rotation, bound.k_steps)),
+        q_steps=tuple(map(transform, bound.q_steps)),
+        k_steps=tuple(map(transform, bound.k_steps)),
     )
 
 

@@ -69,10 +69,21 @@ def _scatter(
     tensors: Mapping[str, Array],
     d: Array,
 ) -> None:
-    value = d * evaluate_formula(read.coefficient, env, tensors)[0]
-    target = gradients[read.load.tensor]
-    position, inside = _positions(read.load, env, tensors, target.shape, np.shape(value))
-    live = inside & (np.broadcast_to(d, np.shape(value)) != 0)
+    coefficient = evaluate_formula(read.coefficient, env, tensors)[0]
+    add_at(gradients, read.load, env, tensors, np.where(d == 0, 0.0, d * coefficient))
+
+
+def add_at(
+    gradients: dict[str, Array],
+    load: Load,
+    env: Mapping[str, Any],
+    tensors: Mapping[str, Array],
+    value: Array,
+) -> None:
+    """Add values to the elements of a gradient that a read refers to; nothing outside the tensor."""
+    target = gradients[load.tensor]
+    position, inside = _positions(load, env, tensors, target.shape, np.shape(value))
+    live = inside & (value != 0)
     np.add.at(target, tuple(p[live] for p in position), value[live])
 
 

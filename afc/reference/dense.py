@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from afc.expr.evaluate import evaluate_formula
-from afc.ir.program import Program, Rotation
-from afc.reference.captured import add_extra, add_scores, extra_gradient
+from afc.ir.program import Program, Rotation, RowStep, Transform
+from afc.reference.captured import add_at, add_extra, add_scores, extra_gradient
 
 Array = Any  # np.ndarray of float64
 
@@ -110,31 +110,113 @@ class Gradients:
     captured: Mapping[str, Array] = field(default_factory=dict)
 
 
-def rotate(
+def transform(
     x: Array,
-    steps: tuple[Rotation, ...],
+    steps: tuple[Transform, ...],
     call: Call,
     origin: int | Array,
-    transpose: bool = False,
     first: tuple[int, int, int] = (0, 0, 0),
 ) -> Array:
-    """Rows of x [B, H, L, D] times each rotation, or times the transposes in reverse order.
+    """Rows of x [B, H, L, D] after the steps, which the passes have been run on.
 
-    Rotations must have `matrix`. `origin`: position of row 0; `first`: batch, head and row of x[0, 0, 0].
+    `origin`: position of row 0; `first`: batch, head and row of x[0, 0, 0].
     """
-    x = np.array(x, np.float64)
+    return _inputs(x, steps, call, origin, first)[-1]
+
+
+def transform_back(
+    d: Array,
+    x: Array,
+    steps: tuple[Transform, ...],
+    call: Call,
+    origin: int | Array,
+    first: tuple[int, int, int] = (0, 0, 0),
+    gradients: dict[str, Array] | None = None,
+) -> Array:
+    """Gradient of the rows x from that of the transformed rows; what captured tensors get is added to
+    `gradients`.
+    """
+    d, inputs = np.array(d, np.float64), _inputs(x, steps, call, origin, first)
+    env = _row_names(d, call, origin, first)
+    for step, before in zip(reversed(steps), reversed(inputs[:-1]), strict=True):
+        if isinstance(step, Rotation):
+            _rotate(d, step, env, call, transpose=True)
+        else:
+            _row_back(d, before, step, env, call, gradients)
+    return d
+
+
+def _inputs(
+    x: Array, steps: tuple[Transform, ...], call: Call, origin: int | Array, first: tuple[int, int, int]
+) -> list[Array]:
+    """x before each step, and after the last."""
+    env = _row_names(x, call, origin, first)
+    found = [np.array(x, np.float64)]
+    for step in steps:
+        row = found[-1].copy()
+        if isinstance(step, Rotation):
+            _rotate(row, step, env, call, transpose=False)
+        else:
+            part = _row_columns(step)
+            assert step.value is not None
+            names = _with_means(step, row[..., part], env, call)
+            row[..., part] = evaluate_formula(step.value, names, call.tensors)[0]
+        found.append(row)
+    return found
+
+
+def _row_names(x: Array, call: Call, origin: int | Array, first: tuple[int, int, int]) -> dict[str, Any]:
     b, h, r = (np.arange(start, start + size) for start, size in zip(first, x.shape[:3], strict=True))
     env = {**call.sizes(), **call.scalars, "b": b[:, None, None, None], "h": h[:, None, None]}
-    env |= {"r": r[:, None], "p": r[:, None] + _by_batch(origin)}
-    for step in reversed(steps) if transpose else steps:
-        assert step.matrix is not None
-        lo, hi = columns(step)
-        a00, a01, a10, a11 = evaluate_formula(step.matrix, {**env, "c": np.arange(len(lo))}, call.tensors)
-        if transpose:
-            a01, a10 = a10, a01
-        x0, x1 = x[..., lo], x[..., hi]
-        x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
-    return x
+    return env | {"r": r[:, None], "p": r[:, None] + _by_batch(origin)}
+
+
+def _rotate(x: Array, step: Rotation, env: Mapping[str, Any], call: Call, transpose: bool) -> None:
+    """In place, times the matrix of each pair or its transpose."""
+    assert step.matrix is not None
+    lo, hi = columns(step)
+    matrix = evaluate_formula(step.matrix, {**env, "c": np.arange(len(lo))}, call.tensors)
+    a00, a01, a10, a11 = matrix
+    if transpose:
+        a01, a10 = a10, a01
+    x0, x1 = x[..., lo], x[..., hi]
+    x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
+
+
+def _row_columns(step: RowStep) -> slice:
+    first, width = int(step.first.value), int(step.width.value)  # type: ignore[union-attr]
+    return slice(first, first + width)
+
+
+def _with_means(step: RowStep, x: Array, env: Mapping[str, Any], call: Call) -> dict[str, Any]:
+    """The names of a row block's formulas, means included."""
+    names = {**env, "x": x, "c": np.arange(x.shape[-1])}
+    for mean in step.means:
+        names[mean.name] = _mean(evaluate_formula(mean.formula, names, call.tensors)[0], x)
+    return names
+
+
+def _mean(value: Array, x: Array) -> Array:
+    return np.broadcast_to(value, x.shape).mean(-1, keepdims=True)
+
+
+def _row_back(
+    d: Array,
+    x: Array,
+    step: RowStep,
+    env: Mapping[str, Any],
+    call: Call,
+    gradients: dict[str, Array] | None,
+) -> None:
+    part, backward = _row_columns(step), step.backward
+    assert backward is not None
+    names = _with_means(step, x[..., part], env, call) | {"d_value": d[..., part]}
+    for name, term in backward.means:
+        names[name] = _mean(evaluate_formula(term, names, call.tensors)[0], names["x"])
+    for read in backward.reads if gradients is not None else ():
+        value = np.broadcast_to(evaluate_formula(read.term, names, call.tensors)[0], names["x"].shape)
+        add_at(gradients, read.load, names, call.tensors, value)  # type: ignore[arg-type]
+    d[..., part] = evaluate_formula(backward.x, names, call.tensors)[0]
 
 
 def columns(step: Rotation) -> tuple[Array, Array]:
@@ -164,8 +246,8 @@ def forward(program: Program, call: Call) -> Result:
 
 def _trace(program: Program, call: Call) -> _Trace:
     group = call.q.shape[1] // max(call.k.shape[1], 1)
-    q = rotate(call.q, program.q_steps, call, call.q_origin)
-    k = rotate(call.without_unread(call.k), program.k_steps, call, call.k_origin)
+    q = transform(call.q, program.q_steps, call, call.q_origin)
+    k = transform(call.without_unread(call.k), program.k_steps, call, call.k_origin)
     k = np.repeat(k, group, axis=1)
     v = np.repeat(call.without_unread(call.v), group, axis=1)
     env = call.elements()
@@ -229,15 +311,16 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     else:
         dx = np.where(t.keep, dp, 0.0)
     ds = np.where(dx == 0, 0.0, dx * derivative)
-    dq = rotate(ds @ t.k, program.q_steps, call, call.q_origin, transpose=True)
-    dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
-    dk = rotate(dk, program.k_steps, call, call.k_origin, transpose=True)
     captured = _captured(program, call, t, dx, delta)
+    dq = transform_back(ds @ t.k, call.q, program.q_steps, call, call.q_origin, gradients=captured)
+    dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
+    k = call.without_unread(call.k)
+    dk = transform_back(dk, k, program.k_steps, call, call.k_origin, gradients=captured)
     return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
 
 
 def _captured(program: Program, call: Call, t: _Trace, dx: Array, delta: Array) -> dict[str, Array]:
-    """Gradients of the captured tensors marked `grad`, in their shapes."""
+    """Gradients of the captured tensors marked `grad`, in their shapes, as far as scores depend on them."""
     gradients = {p.name: np.zeros(np.shape(call.tensors[p.name])) for p in program.tensors if p.grad}
     steps, reads, env = program.score_gradient, program.captured_reads, call.elements()
     assert steps is not None

@@ -39,7 +39,7 @@ from afc.ir.tiled import (
 )
 from afc.masks import key_run, query_run
 from afc.reference.captured import add_extra, add_scores, extra_gradient
-from afc.reference.dense import Call, Gradients, Result, rotate
+from afc.reference.dense import Call, Gradients, Result, transform, transform_back
 from afc.reference.rounding import to_storage
 
 Array = Any
@@ -97,9 +97,7 @@ def run_backward(
         "dk": call.without_unread(np.full(call.k.shape, np.nan)),
         "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
-    memory.captured = {
-        r.load.tensor: np.zeros(np.shape(call.tensors[r.load.tensor])) for r in plan.semantics.captured
-    }
+    memory.captured = {name: np.zeros(np.shape(call.tensors[name])) for name in plan.semantics.learned}
     _run(plan.backward, memory)
     return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"], memory.captured)
 
@@ -109,8 +107,8 @@ def _memory(plan: LaunchPlan, call: Call) -> _Memory:
     q, k, v = (to_storage(x, s.storage) for x in (call.q, *map(call.without_unread, (call.k, call.v))))
     memory = _Memory(call, s, group=call.q.shape[1] // max(call.k.shape[1], 1))
     memory.tensors = {
-        "q": to_storage(rotate(q, s.q_rotations, call, call.q_origin), s.storage),
-        "k": to_storage(rotate(k, s.k_rotations, call, call.k_origin), s.storage),
+        "q": to_storage(transform(q, s.q_steps, call, call.q_origin), s.storage),
+        "k": to_storage(transform(k, s.k_steps, call, call.k_origin), s.storage),
         "v": v,
     }
     return memory
@@ -368,12 +366,16 @@ def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
         return
     semantics, call = memory.semantics, memory.call.of_batch(work.b)
     if operand == "q":
-        steps, origin, head, rows = semantics.q_rotations, call.q_origin, work.h, work.rows
+        steps, origin, head, rows, raw = semantics.q_steps, call.q_origin, work.h, work.rows, call.q
     else:
-        steps, origin, head, rows = semantics.k_rotations, call.k_origin, work.hk, work.keys
+        steps, origin, head, rows, raw = semantics.k_steps, call.k_origin, work.hk, work.keys, call.k
     tile = work.tiles[x][None, None]
     first = (work.b, head, rows.start)
-    work.tiles[x] = rotate(tile, steps, call, origin, transpose=True, first=first)[0, 0]
+    before = to_storage(call.without_unread(raw) if operand == "k" else raw, semantics.storage)
+    before = before[work.b, head, rows][None, None]
+    work.tiles[x] = transform_back(
+        tile[:, :, : before.shape[2]], before, steps, call, origin, first, memory.captured
+    )[0, 0]
 
 
 def _store(op: Store, work: _Work, memory: _Memory) -> None:

@@ -10,6 +10,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     key_run, query_run              runs of indices from the bounds of the mask
+    row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
+                                    what it reads lies in its gradient
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
                                     these are not enough, of (args, b, h, row, position, pair)
 
@@ -40,7 +42,7 @@ from afc.expr.nodes import (
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
-from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, Step
+from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, RowStep, Step, Transform
 from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
 
@@ -199,6 +201,24 @@ class CapturedText:
 
 
 @dataclass(frozen=True)
+class RowReadText:
+    """A read of a captured tensor marked `grad` in a row block: slot, and the call that gives its place in
+    the gradient for batch b, head h and column c.
+    """
+
+    slot: int
+    offset: str
+
+
+@dataclass(frozen=True)
+class RowText:
+    """A row block: its functions are `name` and `name`_gradient."""
+
+    name: str
+    reads: tuple[RowReadText, ...]
+
+
+@dataclass(frozen=True)
 class BlockText:
     """Everything the templates get from `render.blocks`."""
 
@@ -210,6 +230,8 @@ class BlockText:
     q_rotations: tuple[RotationText, ...]
     k_rotations: tuple[RotationText, ...]
     captured: tuple[CapturedText, ...] = ()
+    q_rows: tuple[RowText, ...] = ()
+    k_rows: tuple[RowText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,6 +276,7 @@ class _Writer:
         self._runs()
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
         k = [self._rotation("k", n, r) for n, r in enumerate(self.semantics.k_rotations)]
+        rows = [self._rows("q", self.semantics.q_steps), self._rows("k", self.semantics.k_steps)]
         gradient = any(g is not None for g in self.semantics.score_gradients)
         return BlockText(
             "\n\n".join(self.parts),
@@ -264,6 +287,7 @@ class _Writer:
             tuple(q),
             tuple(k),
             captured,
+            *rows,
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -599,6 +623,74 @@ class _Writer:
     def _offset(self, bound: Bound) -> str:
         names = {**self.bound_names, **self._scalar_text()}
         return Cpp("double", "", names, {}, self.slots, native64=True).text(bound.offset)
+
+    # ---- row blocks ---------------------------------------------------------------------------------------
+
+    def _rows(self, operand: str, steps: tuple[Transform, ...]) -> tuple[RowText, ...]:
+        rows = [s for s in steps if isinstance(s, RowStep)]
+        return tuple(self._row(f"row_{operand}_{n}", step) for n, step in enumerate(rows))
+
+    def _row(self, name: str, step: RowStep) -> RowText:
+        assert step.value is not None and step.backward is not None and isinstance(step.first, Const)
+        assert isinstance(step.width, Const)
+        first, width = int(step.first.value), int(step.width.value)
+        at = "c" if first == 0 else f"{first} + c"
+        names = {**self.dimensions, **self._scalar_text(), "x": f"row[{at}]", "d_value": f"d[{at}]"}
+        names |= {n: n for n in ("b", "h", "r", "c")}
+
+        def loop(formula: Formula, statement: str) -> list[str]:
+            """A loop over the columns: the formula's intermediate values, a statement on its result."""
+            local, lines = dict(names), []
+            for let in formula.lets:
+                local[let.name] = let.name
+                printer = replace(self.printer, names=local)
+                kind = "auto" if let.value.type is Type.INT else self._c_type(let.value.type)
+                lines.append(f"    const {kind} {let.name} = {printer.text(let.value)};")
+            result = replace(self.printer, names=local).text(formula.result)
+            head = f"  for (int c = 0; c < {width}; ++c) {{"
+            return [head, *lines, f"    {statement.format(result)}", "  }"]
+
+        def mean(of: str, formula: Formula) -> list[str]:
+            lines = [f"  Real {of} = 0;", *loop(formula, f"{of} += {{}};"), f"  {of} /= Real({width});"]
+            names[of] = of
+            return lines
+
+        means = [line for m in step.means for line in mean(m.name, m.formula)]
+        value = loop(step.value, f"row[{at}] = {{}};")
+        parameters = "const afc_args &args, int b, int h, int r"
+        self.parts.append(
+            f"{_comment(step, None)}\nAFC_FN void {name}({parameters}, Real *row) {{\n"
+            + "\n".join([*means, *value])
+            + "\n}"
+        )
+        back = [line for of, term in step.backward.means for line in mean(of, term)]
+        sums = [
+            line
+            for n, read in enumerate(step.backward.reads)
+            for line in loop(read.term, f"sums[{n * width} + c] += {{}};")
+        ]
+        gradient = loop(step.backward.x, f"d[{at}] = {{}};")
+        note = "Gradient d of the row before it from that of the row after it; sums: of what it reads."
+        self.parts.append(
+            f"{_comment(step, note)}\n"
+            f"AFC_FN void {name}_gradient({parameters}, const Real *row, Real *d, double *sums) {{\n"
+            + "\n".join([*means, *back, *sums, *gradient])
+            + "\n}"
+        )
+        reads = [self._row_read(f"{name}_offset_{n}", r.load) for n, r in enumerate(step.backward.reads)]
+        return RowText(name, tuple(reads))
+
+    def _row_read(self, name: str, load: Load) -> RowReadText:
+        slot = self.slots[load.tensor]
+        names = {**self.dimensions, **self._scalar_text(), "b": "b", "h": "h", "c": "c"}
+        printer = replace(self.printer, names=names)
+        indices = "".join(f", {printer.text(i)}" for i in load.indices)
+        self.parts.append(
+            f"// Place of {attn(load)} in its gradient; -1 outside.\n"
+            f"AFC_FN int64_t {name}(const afc_args &args, int b, int h, int c) {{\n"
+            f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
+        )
+        return RowReadText(slot, f"{name}(args, int(b), int(h), c)")
 
     # ---- rotations ----------------------------------------------------------------------------------------
 

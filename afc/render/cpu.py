@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
-from afc.expr.nodes import Const
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import dependence
-from afc.ir.tiled import Buffer, LaunchPlan
-from afc.render.blocks import CPU, CapturedText, RotationText, render_blocks
+from afc.ir.tiled import Buffer, LaunchPlan, Semantics
+from afc.render.blocks import CPU, BlockText, CapturedText, RotationText, RowText, render_blocks
 from afc.render.cpu_context import (
     CpuBuffer,
     CpuCapturedGradient,
@@ -17,9 +17,12 @@ from afc.render.cpu_context import (
     CpuContext,
     CpuRotated,
     CpuRotation,
+    CpuRow,
+    CpuRowGradient,
+    CpuRowRead,
 )
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
-from afc.schedule.common import table_part
+from afc.schedule.common import table_part, value
 
 ELEMENTS = {"float64": "double", "float32": "float", "bfloat16": "afc::bfloat16", "float16": "afc::float16"}
 
@@ -43,8 +46,8 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     if plan.backward:
         schedule += f"; dK, dV: {keys.keys} keys in lanes x {keys.queries} queries"
     rotated = [
-        _rotated("q", "Hq", "M", s.q_rotations, blocks.q_rotations),
-        _rotated("k", "Hk", "N", s.k_rotations, blocks.k_rotations),
+        _rotated("q", "Hq", "M", s.q_steps, blocks.q_rotations, blocks.q_rows),
+        _rotated("k", "Hk", "N", s.k_steps, blocks.k_rotations, blocks.k_rows),
     ]
     buffers = tuple(
         CpuBuffer(
@@ -57,6 +60,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     )
     reads = blocks.captured if plan.backward else ()
     gradients = _captured_gradients(program, reads)
+    row_gradients = _row_gradients(program, s, blocks, {g.slot for g in gradients}) if plan.backward else ()
     places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
     return CpuContext(
@@ -87,7 +91,10 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
             CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
             for n, r in enumerate(reads)
         ),
-        gradient_slots=sum(1 << g.slot for g in gradients),
+        row_gradients=row_gradients,
+        gradient_slots=sum(
+            1 << slot for slot in {*(g.slot for g in gradients), *(g.slot for g in row_gradients)}
+        ),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
     )
@@ -110,37 +117,77 @@ def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tu
     return tuple(found)
 
 
+def _row_gradients(
+    program: Program, semantics: Semantics, blocks: BlockText, of_scores: Collection[int]
+) -> tuple[CpuRowGradient, ...]:
+    """Reads of the row blocks of q and k by captured tensor; `of_scores`: slots that scores read too."""
+    found: dict[int, list[CpuRowRead]] = {}
+    for operand, heads, rows, tile, steps, texts in (
+        ("q", "Hq", "M", "QUERY_TILE", semantics.q_steps, blocks.q_rows),
+        ("k", "Hk", "N", "LANE_KEY_TILE", semantics.k_steps, blocks.k_rows),
+    ):
+        start = 0
+        for step, text in zip((s for s in steps if isinstance(s, RowStep)), texts, strict=True):
+            for read in text.reads:
+                one = CpuRowRead(operand, heads, rows, tile, start, value(step.width), read.offset)
+                found.setdefault(read.slot, []).append(one)
+                start += one.width
+    return tuple(
+        CpuRowGradient(program.tensors[slot].name, slot, slot in of_scores, tuple(reads))
+        for slot, reads in found.items()
+    )
+
+
 def _rotated(
     name: Literal["q", "k"],
     heads: str,
     rows: str,
-    rotations: tuple[Rotation, ...],
+    steps: tuple[Transform, ...],
     texts: tuple[RotationText, ...],
+    row_texts: tuple[RowText, ...],
 ) -> CpuRotated | None:
-    if not rotations:
+    if not steps:
         return None
-    parts, offset = [], 0
-    for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
-        assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
-        pairs = int(rotation.width.value) // 2
+    parts: list[CpuRotation | CpuRow] = []
+    offset = sums = index = 0
+    rotation_texts, of_rows = iter(texts), iter(row_texts)
+    for step in steps:
+        if isinstance(step, RowStep):
+            row = next(of_rows)
+            parts.append(CpuRow(row.name, step.call, sums))
+            sums += len(row.reads) * value(step.width)
+            continue
+        text, pairs = next(rotation_texts), value(step.width) // 2
         parts.append(
             CpuRotation(
                 index,
-                int(rotation.first.value),
+                value(step.first),
                 pairs,
-                rotation.pairing,
+                step.pairing,
                 text.coefficients,
                 text.a00,
                 text.a01,
                 text.a10,
                 text.a11,
                 offset,
-                rotation.call,
+                step.call,
                 text.plain,
             )
         )
-        offset += table_part(rotation)
-    reads = dependence(rotations)
+        offset += table_part(step)
+        index += 1
+    reads = dependence([s for s in steps if isinstance(s, Rotation)])
     return CpuRotated(
-        name, heads, rows, f"{name}_origin", tuple(parts), offset, reads.batch, reads.head, reads.plain
+        name,
+        heads,
+        rows,
+        f"{name}_origin",
+        tuple(p for p in parts if isinstance(p, CpuRotation)),
+        offset,
+        reads.batch,
+        reads.head,
+        reads.plain,
+        tuple(parts),
+        tuple(p for p in parts if isinstance(p, CpuRow)),
+        sums,
     )

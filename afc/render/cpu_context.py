@@ -47,8 +47,22 @@ class CpuRotation:
 
 
 @dataclass(frozen=True)
+class CpuRow:
+    """A row block: its functions are `name` and `name`_gradient; `call` is the source text.
+
+    `sums`: the first of the operand's row sums that are its own.
+    """
+
+    name: str
+    call: str
+    sums: int
+
+
+@dataclass(frozen=True)
 class CpuRotated:
-    """A rotated operand: `name` is "q" or "k"; its rotations in the order in which they act, at least one.
+    """An operand with steps: `name` is "q" or "k". `steps`: rotations and row blocks in the order in which
+    they act, at least one; `rotations`, `row_blocks`: those of either kind; `row_sums`: sums over rows that
+    the row blocks need for gradients of captured tensors.
 
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
     `table_width` is that sum over all of them. The buffers `<name>_rotated` and `<name>_table` must exist.
@@ -65,6 +79,9 @@ class CpuRotated:
     by_batch: bool
     by_head: bool
     plain: bool
+    steps: tuple[CpuRotation | CpuRow, ...]
+    row_blocks: tuple[CpuRow, ...]
+    row_sums: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,32 @@ class CpuBuffer:
     c_type: Literal["Element", "Real"]
     count: str
     backward_only: bool
+
+
+@dataclass(frozen=True)
+class CpuRowRead:
+    """A read in a row block of an operand with `heads`, `rows` (fields of afc_args) and `tile` rows to a
+    task: the first of the row sums that are its own, how many they are (one per column), and the call that
+    gives the place of column c in the gradient.
+    """
+
+    operand: str
+    heads: str
+    rows: str
+    tile: str
+    start: int
+    width: int
+    offset: str
+
+
+@dataclass(frozen=True)
+class CpuRowGradient:
+    """A captured tensor that row blocks read: its place in the signature; `also`: scores read it too."""
+
+    name: str
+    slot: int
+    also: bool
+    reads: tuple[CpuRowRead, ...]
 
 
 @dataclass(frozen=True)
@@ -141,6 +184,7 @@ class CpuContext:
       captured    number of captured tensors
       captured_gradients, captured_reads
                   captured tensors whose gradient is asked for and is not 0 everywhere, and their reads
+      row_gradients   captured tensors whose gradient is asked for and that row blocks read
       gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward
@@ -170,6 +214,7 @@ class CpuContext:
     captured: int
     captured_gradients: tuple[CpuCapturedGradient, ...]
     captured_reads: tuple[CpuCapturedRead, ...]
+    row_gradients: tuple[CpuRowGradient, ...]
     gradient_slots: int
     scalar_checks: tuple[ScalarCheck, ...]
     backward: bool

@@ -8,7 +8,7 @@ from afc.expr.interval import Interval, interval
 from afc.expr.nodes import Const, Expr, Op, Type, Var, const, inline_lets
 from afc.expr.operators import add, mul
 from afc.expr.simplify import logarithm
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep
 from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Buffer, Pass, Semantics
 from afc.masks import derive
@@ -51,6 +51,17 @@ def check_softmax(program: Program, name: str) -> None:
             "exp(s) / sum(exp(s)) only",
             hint="build for the CPU with `--backend cpu`, or use `softmax`",
         )
+
+
+def check_steps(program: Program, name: str) -> None:
+    """Raises UsageError E0411 for a row block on q or k, which the target does not compute."""
+    for step in (*program.q_steps, *program.k_steps):
+        if isinstance(step, RowStep):
+            raise UsageError.of(
+                "E0411",
+                f"row block `{step.call}` of `{program.name}`: target `{name}` rotates rows only",
+                hint="build for the CPU with `--backend cpu`, or normalise q and k in PyTorch",
+            )
 
 
 def check_captured(program: Program, name: str) -> None:
@@ -138,16 +149,17 @@ def rotation_buffers(
     """
     buffers: list[Buffer] = []
     operands = (
-        ("q", "H", "M", meaning.q_rotations, q_rows, q_table),
-        ("k", "Hk", "N", meaning.k_rotations, k_rows, k_table),
+        ("q", "H", "M", meaning.q_steps, meaning.q_rotations, q_rows, q_table),
+        ("k", "Hk", "N", meaning.k_steps, meaning.k_rotations, k_rows, k_table),
     )
-    for name, heads, rows, rotations, rotated_in, table_in in operands:
-        if rotations:
+    for name, heads, rows, steps, rotations, rotated_in, table_in in operands:
+        if steps:
             buffers.append(
                 Buffer(
                     f"{name}_rotated", meaning.storage, size("B", heads, rows, meaning.head_qk), rotated_in
                 )
             )
+        if rotations:
             reads = dependence(rotations)
             tables = ("B",) * reads.batch + (heads,) * reads.head
             count = size(*tables, rows, table_width(rotations))

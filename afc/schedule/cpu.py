@@ -20,7 +20,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     tiles = cpu.TILES[meaning.compute]
     binding = Binding("cpu", homes=(("Q", "panel"), ("K", "streamed"), ("S", "panel"), ("O", "panel")))
     prefix = program.name
-    rotates = bool(meaning.q_rotations or meaning.k_rotations)
+    rotates = bool(meaning.q_steps or meaning.k_steps)
     scale = meaning.gradient_scale
 
     def launch(kernel: TiledKernel, *after: str) -> Launch:

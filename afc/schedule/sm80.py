@@ -19,6 +19,7 @@ from afc.schedule.common import (
     check_captured,
     check_heads,
     check_softmax,
+    check_steps,
     check_storage,
     items,
     rotation_buffers,
@@ -35,6 +36,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
     check_softmax(program, "cuda")
+    check_steps(program, "cuda")
     check_captured(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)

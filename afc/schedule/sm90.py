@@ -19,6 +19,7 @@ from afc.schedule.common import (
     check_captured,
     check_heads,
     check_softmax,
+    check_steps,
     check_storage,
     items,
     rotation_buffers,
@@ -37,6 +38,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     check_storage("sm90", storage, sm90.STORAGES)
     check_heads(program, "sm90", sm90.HEAD_MULTIPLE, sm90.HEAD_MAX)
     check_softmax(program, "sm90")
+    check_steps(program, "sm90")
     check_captured(program, "sm90")
     meaning = semantics(program, storage, "float")
     head = max(meaning.head_qk, meaning.head_v)

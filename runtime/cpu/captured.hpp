@@ -131,27 +131,46 @@ AFC_FN void add_copies(const afc_args &args, const CapturedGradient (&what)[COUN
   }
 }
 
-// Gradients are of type Real, contiguous over the dimensions whose stride is not 0.
-template <class Real, int COUNT>
-AFC_FN int check_gradients(const afc_args &args, const CapturedGradient (&what)[COUNT]) {
+// A gradient is of type Real, contiguous over the dimensions whose stride is not 0.
+template <class Real> AFC_FN int check_gradient(const afc_args &args, int slot) {
   const int expected = sizeof(Real) == 8 ? AFC_FLOAT64 : AFC_FLOAT32;
-  for (const CapturedGradient &one : what) {
-    const afc_captured &gradient = args.grad_captured[one.slot];
-    if (gradient.data == nullptr) continue;
-    if (gradient.dtype != expected) {
-      return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected dtype %d (that of the LSE), got %d", one.slot,
-                      expected, int(gradient.dtype));
+  const afc_captured &gradient = args.grad_captured[slot];
+  if (gradient.data == nullptr) return AFC_OK;
+  if (gradient.dtype != expected) {
+    return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected dtype %d (that of the LSE), got %d", slot,
+                    expected, int(gradient.dtype));
+  }
+  int64_t stride = 1;
+  for (int d = gradient.rank - 1; d >= 0; --d) {
+    if (gradient.stride[d] == 0) continue;
+    if (gradient.size[d] != 1 && gradient.stride[d] != stride) {
+      return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected a contiguous gradient", slot);
     }
-    int64_t stride = 1;
-    for (int d = gradient.rank - 1; d >= 0; --d) {
-      if (gradient.stride[d] == 0) continue;
-      if (gradient.size[d] != 1 && gradient.stride[d] != stride) {
-        return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected a contiguous gradient", one.slot);
-      }
-      stride *= gradient.size[d];
-    }
+    stride *= gradient.size[d];
   }
   return AFC_OK;
+}
+
+template <class Real, int COUNT>
+AFC_FN int check_gradients(const afc_args &args, const CapturedGradient (&what)[COUNT]) {
+  for (const CapturedGradient &one : what) {
+    if (int status = check_gradient<Real>(args, one.slot)) return status;
+  }
+  return AFC_OK;
+}
+
+// Adds the sums of a row block to `total`: of `tiles` tasks for each head of each batch, `width` columns each,
+// `pitch` apart. offset(b, h, c) is the place of a column, -1 for none.
+template <class Offset>
+AFC_FN void add_rows(double *total, const double *sums, int pitch, int64_t batch, int64_t heads, int64_t tiles,
+                     int width, Offset offset) {
+  for (int64_t task = 0; task < batch * heads * tiles; ++task) {
+    const int64_t head = task / tiles;
+    for (int c = 0; c < width; ++c) {
+      const int64_t at = offset(head / heads, head % heads, c);
+      if (at >= 0) total[at] += sums[task * pitch + c];
+    }
+  }
 }
 
 }  // namespace afc

@@ -26,7 +26,7 @@ struct Tables {
 // used(b) rows of batch b are read.
 //
 // `coefficients` [tables, rows, width]: tabulate(table, first, last) fills rows first .. last - 1 of a table;
-// rotate(row, coefficients of the row) rotates one row of Real values in place.
+// rotate(b, h, r, row, coefficients of the row) changes one row of Real values in place.
 template <int WIDTH, class Element, class Real, class Used, class Tabulate, class Rotate>
 AFC_FN void rotate_operand(int threads, const Tables &tables, int64_t rows, afc_tensor &operand, Element *rotated,
                            const Real *coefficients, int width, Used used, Tabulate tabulate, Rotate rotate) {
@@ -48,7 +48,7 @@ AFC_FN void rotate_operand(int threads, const Tables &tables, int64_t rows, afc_
     for (int64_t r = block * ROTATE_ROWS; r < last_row(block, used(b)); ++r) {
       Real row[WIDTH];
       load_row(row, from.row(r), WIDTH);
-      rotate(row, table + r * width);
+      rotate(b, h, r, row, table + r * width);
       store_row(to.row(r), row, WIDTH);
     }
   });

@@ -72,6 +72,11 @@ def test_a_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error[E0623]" in capsys.readouterr().err
 
 
+def test_what_coefficients_depend_on_is_said() -> None:
+    text = explain.explain_file(ROOT / "examples" / "qwen2_vl.attn", Options(), 512)
+    assert text.count("coefficients for each batch entry") == 2
+
+
 def test_what_elements_decide_is_said(program: Path) -> None:
     text = explain.explain_file(program, Options(), 512)
     assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text

@@ -609,12 +609,12 @@ void rotate(afc_args &args, const Workspace &w) {
       args.threads, q_tables(args), args.M, args.q, w.q_rotated, w.q_table, Q_TABLE_WIDTH,
       [&](int64_t) { return args.M; },
       [&](int64_t table, int64_t first, int64_t last) { tabulate_q(args, w, table, first, last); },
-      [](Real *row, const Real *coefficients) { rotate_q(row, coefficients); });
+      [](int64_t, int64_t, int64_t, Real *row, const Real *coefficients) { rotate_q(row, coefficients); });
   afc::rotate_operand<HEAD_QK>(
       args.threads, k_tables(args), args.N, args.k, w.k_rotated, w.k_table, K_TABLE_WIDTH,
       [&](int64_t b) { return afc::key_count(args, b); },
       [&](int64_t table, int64_t first, int64_t last) { tabulate_k(args, w, table, first, last); },
-      [](Real *row, const Real *coefficients) { rotate_k(row, coefficients); });
+      [](int64_t, int64_t, int64_t, Real *row, const Real *coefficients) { rotate_k(row, coefficients); });
 }
 
 int check_scalars(const afc_args &args) {
