@@ -70,6 +70,8 @@ class ExampleRunner:
             return None
         if declaration.kind == "normalizer":
             return self.normalizer(declaration, call)
+        if declaration.kind == "row":
+            return self.row(declaration, call)
         if declaration.kind == "fn" and self.blocks.is_macro(declaration):
             result = self.macro(declaration, call)
             return None if result is None else (float(result),)
@@ -116,19 +118,21 @@ class ExampleRunner:
         """What an example's call gives a block: values by name, bindings of its options, captured tensors."""
         given = self.constants(call)
         args = [self.literal(a) for a in call.args]
+        # A row block computes all columns.
+        inputs = [p for p in declaration.inputs if declaration.kind != "row" or p.name != "c"]
         if given is None or any(a is None for a in args):
             return None
-        if len(args) != len(declaration.inputs):
+        if len(args) != len(inputs):
             self.report.error(
                 "E0106",
-                f"`{declaration.name}` has {len(declaration.inputs)} input(s), the example gives {len(args)}",
+                f"`{declaration.name}` has {len(inputs)} input(s), the example gives {len(args)}",
                 call.span,
             )
             return None
         bindings, tensors = self.bindings(declaration, given, call)
         if bindings is None:
             return None
-        env: dict[str, Any] = {p.name: a for p, a in zip(declaration.inputs, args, strict=True)}
+        env: dict[str, Any] = {p.name: a for p, a in zip(inputs, args, strict=True)}
         env |= self.dimensions(declaration, tensors)
         env |= {n: v for n, v in given.items() if n not in tensors}
         return env, bindings, tensors
@@ -225,6 +229,27 @@ class ExampleRunner:
         if isinstance(value, Const) and option_type(option) is Type.FLOAT:
             return Const(float(value.value), Type.FLOAT)
         return value
+
+    def row(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float, ...] | None:
+        """All columns of a row, from a list of its columns x; D is its length."""
+        arguments = self.arguments(declaration, call)
+        if arguments is None:
+            return None
+        env, bindings, tensors = arguments
+        if np.ndim(env.get("x", 0.0)) != 1:
+            self.report.error("E0314", f"an example of `{declaration.name}` gives a list for x", call.span)
+            return None
+        formula = self.blocks.instantiate(declaration, bindings, {})
+        if formula is None:
+            return None
+        width = np.size(env["x"])
+        try:
+            env = {"D": width, "c": np.arange(width), **env}
+            [value] = evaluate_formula(formula, env, tensors)
+        except KeyError as missing:
+            self.missing(missing, call)
+            return None
+        return tuple(float(x) for x in np.broadcast_to(value, (width,)))
 
     def normalizer(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float, ...] | None:
         """The weights of a row, from a list of its scores; N is its length."""

@@ -395,6 +395,43 @@ def packed(q: Tensor, k: Tensor, v: Tensor, qdoc: Tensor, kdoc: Tensor, qpos: Te
     return scaled(turned(q, angle), turned(k, angle), v, keep.tril())
 
 
+# ---- QK-norm ----------------------------------------------------------------------------------------------
+
+
+def qwen3(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, q_origin: int = 0) -> Result:
+    """PyTorch's RMSNorm over the head, then the rotation."""
+    width = (q.shape[-1],)
+    q = torch.nn.functional.rms_norm(q, width, qw.to(q.dtype), 1e-6)
+    k = torch.nn.functional.rms_norm(k, width, kw.to(q.dtype), 1e-6)
+    return scaled(rotary(q, 1e6, q_origin), rotary(k, 1e6), v, lower(q, k, q_origin))
+
+
+def gemma3_global(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, q_origin: int = 0) -> Result:
+    """The model's norm multiplies by one plus its weight; positions are divided by 8."""
+    width = (q.shape[-1],)
+    q = torch.nn.functional.rms_norm(q, width, 1 + qw.to(q.dtype), 1e-6)
+    k = torch.nn.functional.rms_norm(k, width, 1 + kw.to(q.dtype), 1e-6)
+    frequency = inverse_frequencies(q.shape[-1], 1e6)
+    q, k = turned(q, positions(q, q_origin) / 8 * frequency), turned(k, positions(k, 0) / 8 * frequency)
+    return scaled(q, k, v, lower(q, k, q_origin), scale=256**-0.5)
+
+
+def vit22b(q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor) -> Result:
+    """PyTorch's LayerNorm without its bias."""
+    width = (q.shape[-1],)
+    q = torch.nn.functional.layer_norm(q, width, qw.to(q.dtype))
+    return scaled(q, torch.nn.functional.layer_norm(k, width, kw.to(q.dtype)), v)
+
+
+def qknorm(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Result:
+    """Cosine similarities times a learned factor."""
+    q, k = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (q, k))
+    factor = g.to(q.dtype)[:, None, None]
+    return softmax_attention(
+        q, k, v, lambda s: s * factor, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    )
+
+
 def llama4_local(q: Tensor, k: Tensor, v: Tensor, size: int) -> Result:
     """Chunk by chunk on the diagonal."""
     ones = [
@@ -747,6 +784,15 @@ PUBLISHED = {
             block_sparse,
             arguments=with_shift(on=coins(0.5, 1, "h", 5, 6), block=value(16)),
         ),
+        Published("qwen3", "qwen3", qwen3, arguments=with_shift(qw=randn("d"), kw=randn("d"))),
+        Published(
+            "gemma3_global",
+            "gemma3_global",
+            gemma3_global,
+            arguments=with_shift(qw=randn("d"), kw=randn("d")),
+        ),
+        Published("vit22b", "vit22b", vit22b, arguments=plain(qw=randn("d"), kw=randn("d")), shape=IMAGE),
+        Published("qknorm", "qknorm", qknorm, arguments=plain(g=per_head(1.0, 8.0)), shape=CROSS),
         Published("softmax1", "softmax1_lm", with_a_sink(of_its_head, rotated_scores), arguments=shifted),
         Published(
             "learned_sink",

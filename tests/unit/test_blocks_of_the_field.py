@@ -229,8 +229,6 @@ def test_d_is_the_width_in_a_slice() -> None:
 
 # ---- what is outside, by name -----------------------------------------------------------------------------
 
-RMS_NORM = "row rms_norm(x, c; w[D]: grad, eps: float = 0.000001) = x * rsqrt(mean(x * x) + eps) * w[c]\n"
-L2_NORM = "row l2_norm(x; eps: float = 0.000001) = x * rsqrt(sum(x * x) + eps)\n"
 GATE = "output gate(o, b, h, m, c; g[B, H, M, Dv]: grad) = o * sigmoid(g[b, h, m, c])\n"
 DROPOUT = (
     "weight dropout(p, b, h, m, n; rate: float, seed: int) = "
@@ -240,8 +238,6 @@ DROPOUT = (
 
 PLAIN = "return softmax(causal(scaled_dot_product(q, k))) @ v"
 OUTSIDE = {
-    "qk_norm": (RMS_NORM + attention("w[Dqk]", "q = rms_norm(q; w)", PLAIN), "E0401"),
-    "l2_norm": (L2_NORM + attention("", "q, k = l2_norm(q, k)", PLAIN), "E0401"),
     "gate": (GATE + attention("g[B, H, M, Dv]", "return gate(softmax(dot(q, k)) @ v; g)"), "E0401"),
     "dropout": (
         DROPOUT + attention("rate: float, seed: int", "return dropout(softmax(dot(q, k)); rate, seed) @ v"),
