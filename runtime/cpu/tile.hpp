@@ -66,6 +66,13 @@ AFC_FN void load_strided_row(Real *to, const Matrix<Element> &from, int64_t r, i
   for (int c = 0; c < width; ++c) to[c] = to_real(row[c * from.column_stride]);
 }
 
+template <class Real> AFC_FN bool is_zero(const Real *row, int width) {
+  for (int c = 0; c < width; ++c) {
+    if (row[c] != Real(0)) return false;
+  }
+  return true;
+}
+
 template <class Real> AFC_FN bool is_finite(const Real *row, int width) {
   Real zero = 0;  // NaN once a value is infinite or NaN
 #pragma omp simd reduction(+ : zero)

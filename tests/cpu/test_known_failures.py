@@ -35,6 +35,16 @@ attention blocks(q, k, v; on[1|B, 1|H, MB, NB]: bool) {
 attention with_tables(q, k, v; g[], t[H], a[M, N], r[L], d[2*L - 1], L: int) {
     return softmax(tables(scaled_dot_product(q, k); g, t, a, r, d, L)) @ v
 }
+attention packed(q, k, v; qdoc[B, M]: int, kdoc[B, N]: int) {
+    q, k = rope(q, k)
+    return softmax(document(causal(scaled_dot_product(q, k)); qdoc, kdoc)) @ v
+}
+attention normed(q, k, v; keep[1|B, M, N]: bool, w[Dqk]: grad) {
+    q = rms_norm(q; w)
+    q = rope(q)
+    k = l2_norm(k)
+    return softmax(listed(scaled_dot_product(q, k); keep)) @ v
+}
 """
 
 
@@ -184,6 +194,23 @@ def test_masked_rows_may_hold_anything(programs: Any, poisoned: float) -> None:
     assert torch.equal(o, (~keep[0, :, 7]).expand(4, 70))
 
 
+def test_masked_rows_give_norms_nothing(programs: Any) -> None:
+    """Padding rows of NaN, and of zeros, whose norm has no derivative: gradients 0, the weight's unharmed."""
+    q, k, v = inputs(2, 4, 2, 40, 50, D, D, torch.float32)
+    weight, do, keep = torch.randn(D), torch.randn(2, 4, 40, D), torch.rand(2, 40, 50) < 0.5
+    keep[:, 30:], keep[:, :, 45:] = False, False
+    found = []
+    for low in (1.0, 0.0, math.nan):
+        q[:, :, 30:], k[:, :, 45:] = low, low
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, weight)]
+        o = programs.normed(*leaves[:3], keep=keep, w=leaves[3])
+        found.append((o, *torch.autograd.grad(o, leaves, do)))
+    for result in found[1:]:
+        for got, want in zip(result, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not found[2][1][:, :, 30:].any() and not found[2][2][:, :, 45:].any()
+
+
 def test_nan_that_is_seen_is_not_hidden() -> None:
     call = example("causal")
     for argument in range(3):
@@ -201,7 +228,7 @@ def test_nan_that_is_seen_is_not_hidden() -> None:
 def test_lengths_around_tiles(name: str) -> None:
     for m, n in zip((1, 2, 5) * 3, (1, 15, 16, 17, 63, 64, 65, 127, 129), strict=True):
         places = {"q_origin": n - m} if name == "causal" else {}
-        check(example(name), VARIANTS[name].reference, inputs(1, 2, 1, m, n, 64, 64, torch.float32), **places)
+        check(example(name), VARIANTS[name].reference, inputs(4, 8, 2, m, n, 64, 64, torch.float32), **places)
 
 
 def test_mask_made_for_other_lengths_is_refused(programs: Any) -> None:
@@ -210,11 +237,8 @@ def test_mask_made_for_other_lengths_is_refused(programs: Any) -> None:
         with pytest.raises(ValueError, match=r"keep: expected shape \[1\|B, M, N\] with .* = 2, got \("):
             programs.listed_lm(*tensors, keep=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"kdoc: expected shape \[B, N\] with N = 2, got \(2, 4096\)"):
-        example("packed", "float64", 32)(
-            *inputs(2, 2, 2, 2, 2, 32, 32, torch.float64),
-            qdoc=torch.zeros(2, 2, dtype=torch.int64),
-            kdoc=torch.zeros(2, 4096, dtype=torch.int64),
-        )
+        documents = (torch.zeros(2, n, dtype=torch.int64) for n in (2, 4096))
+        programs.packed(*tensors, **dict(zip(("qdoc", "kdoc"), documents, strict=True)))
 
 
 def test_values_of_another_width_in_groups() -> None:
@@ -321,16 +345,16 @@ def test_lengths_of_each_batch_and_a_smaller_last_batch() -> None:
             assert torch.equal(x, torch.cat(parts))
 
 
-def test_documents_do_not_leak() -> None:
+def test_documents_do_not_leak(programs: Any) -> None:
     """Noise in one document changes no bit of the others; padding is no document."""
-    call = example("packed", "float64", 32)
+    call = programs.packed
     ends = (127, 128, 257, 300)
     ids = torch.repeat_interleave(
         torch.tensor([0, 1, 2, -1]), torch.tensor(ends).diff(prepend=torch.tensor([0]))
     )
     ids = ids.expand(2, 300).contiguous()
-    q, k, v = inputs(2, 2, 1, 300, 300, 32, 32, torch.float64)
-    do = torch.randn(2, 2, 300, 32)
+    q, k, v = inputs(2, 2, 1, 300, 300, D, D, torch.float32)
+    do = torch.randn(2, 2, 300, D)
     before = gradients(call, (q, k, v), do, qdoc=ids, kdoc=ids)
     noisy = tuple(x.clone() for x in (q, k, v, do))
     for x in noisy:
