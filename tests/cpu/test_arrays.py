@@ -85,7 +85,7 @@ def test_bfloat16_of_ml_dtypes() -> None:
 def test_dtypes_are_named_as_in_numpy() -> None:
     for dtype in (np.float32, np.dtype(np.float32), "float32", torch.float32):
         assert module("llama", dtype) is module("llama")
-    with pytest.raises(afc.UsageError, match="unknown dtype `<class 'numpy.int8'>`"):
+    with pytest.raises(afc.UsageError, match=r"unknown dtype .*numpy\.int8"):
         module("llama", np.int8)
 
 
