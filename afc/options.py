@@ -55,9 +55,12 @@ class Options:
         return self.dtypes or (DEFAULT_DTYPE[backend],)
 
 
-def dtype_name(text: str) -> str:
-    """Canonical name of a storage type. Raises UsageError E0610."""
-    name = str(text).removeprefix("torch.").lower()
+def dtype_name(text: object) -> str:
+    """Canonical name of a storage type, given by a name or as a dtype of torch, NumPy or ml_dtypes.
+
+    Raises UsageError E0610.
+    """
+    name = str(getattr(text, "__name__", text)).removeprefix("torch.").lower()
     if name not in DTYPES:
         raise UsageError.of(
             "E0610", f"unknown dtype `{text}`", hint=f"one of {', '.join(sorted(set(DTYPES.values())))}"

@@ -8,7 +8,6 @@ from torch's allocator, work goes to the current stream, nothing synchronises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,6 +249,22 @@ class TorchGlue:
         self, entry: EntryInfo, q: Tensor, k: Tensor, scalars: list[int | float], places: tuple[Any, Any, Any]
     ) -> Numbers:
         """Run-time scalars and places (q_origin, k_origin, kv_len) as the operators take them, checked."""
+        q_origin, k_origin, kv_len = places
+        ints: list[Any]
+        per_batch: list[Tensor | None] = []
+        if kv_len is None and type(k_origin) is int and (q_origin is None or type(q_origin) is int):
+            ints = [q_origin or 0, k_origin, NO_KV_LEN]  # the usual call, which pays for nothing else
+        else:
+            ints, per_batch = self.places(entry, q, k, places)
+        floats: list[Any] = []
+        for info, value in zip(self.attention.info.scalars, scalars, strict=True):
+            (floats if info.type == "float" else ints).append(value)
+        return floats, ints, per_batch
+
+    def places(
+        self, entry: EntryInfo, q: Tensor, k: Tensor, places: tuple[Any, Any, Any]
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """q_origin, k_origin and kv_len as ints, and as tensors where they are tensors."""
         names = ("q_origin", "k_origin", "kv_len")
         q_origin, k_origin, kv_len = (
             self.place(entry, q, name, x) for name, x in zip(names, places, strict=True)
@@ -259,16 +274,12 @@ class TorchGlue:
             raise self.attention.fail(ValueError, "kv_len", expected, str(kv_len))
         if q_origin is None:
             q_origin = 0 if kv_len is None else k_origin + kv_len - q.shape[2]
-        given = (q_origin, k_origin, kv_len)
-        kinds = [s.type for s in self.attention.info.scalars]
-        nothing = (0, 0, NO_KV_LEN)
-        ints: list[Any] = [
+        given, nothing = (q_origin, k_origin, kv_len), (0, 0, NO_KV_LEN)
+        ints = [
             none if x is None or isinstance(x, Tensor) else x for x, none in zip(given, nothing, strict=True)
         ]
-        ints += [x for x, kind in zip(scalars, kinds, strict=True) if kind != "float"]
-        floats = [x for x, kind in zip(scalars, kinds, strict=True) if kind == "float"]
         per_batch = [x if isinstance(x, Tensor) else None for x in given]
-        return floats, ints, per_batch if any(x is not None for x in per_batch) else []
+        return ints, per_batch if any(x is not None for x in per_batch) else []
 
     def place(self, entry: EntryInfo, q: Tensor, name: str, value: Any) -> Any:
         """An origin or a number of keys: an int, or an int64 tensor [B]; None where a default is to be found.
@@ -317,22 +328,27 @@ class TorchGlue:
         cuda = q.device.type == "cuda"
         threads = 1 if cuda else torch.get_num_threads()
         q_origin, k_origin, kv_len, *others = ints
-        own: dict[str, Iterator[Any]] = {"float": iter(floats)}
-        integers = iter(others)
-        values = tuple(next(own.get(s.type, integers)) for s in self.attention.info.scalars)
+        values: tuple[Any, ...] = ()
+        if others or floats:
+            real, whole = iter(floats), iter(others)
+            kinds = (s.type for s in self.attention.info.scalars)
+            values = tuple(next(real if kind == "float" else whole) for kind in kinds)
         if kv_len != NO_KV_LEN:
             per_batch = [*(per_batch[:2] or (None, None)), torch.full((b,), kv_len, dtype=torch.int64)]
-        pointers = tuple(0 if x is None else x.data_ptr() for x in per_batch)
+        pointers = tuple(0 if x is None else x.data_ptr() for x in per_batch) if per_batch else ()
         device = -1
         if cuda:
             device = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        shapes = self.full_shapes(q, k, v, captured, values)
-        captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
-        infos = self.attention.info.tensors
-        gradient_views = tuple(
-            None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
-            for info, x, s in zip(infos, gradients, shapes, strict=True)
-        )
+        captured_views: tuple[Any, ...] = ()
+        gradient_views: tuple[Any, ...] = ()
+        if captured:
+            shapes = self.full_shapes(q, k, v, captured, values)
+            captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
+            infos = self.attention.info.tensors
+            gradient_views = tuple(
+                None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
+                for info, x, s in zip(infos, gradients, shapes, strict=True)
+            )
         workspace_bytes = self.module._afc_workspace(
             entry.index, backward, device, sizes, q_origin, k_origin, threads, gradient_views, *pointers
         )

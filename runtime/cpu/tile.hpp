@@ -66,17 +66,34 @@ AFC_FN void load_strided_row(Real *to, const Matrix<Element> &from, int64_t r, i
   for (int c = 0; c < width; ++c) to[c] = to_real(row[c * from.column_stride]);
 }
 
+template <class Real> AFC_FN bool is_zero(const Real *row, int width) {
+  for (int c = 0; c < width; ++c) {
+    if (row[c] != Real(0)) return false;
+  }
+  return true;
+}
+
+template <class Real> AFC_FN bool is_finite(const Real *row, int width) {
+  Real zero = 0;  // NaN once a value is infinite or NaN
+#pragma omp simd reduction(+ : zero)
+  for (int c = 0; c < width; ++c) zero += row[c] * Real(0);
+  return zero == Real(0);
+}
+
 // A streamed tile: rows first .. first + count - 1 at a pitch of `pitch` values. The columns beyond `width`
-// and the rows up to the next multiple of STREAM_ROWS become zero.
+// and the rows up to the next multiple of STREAM_ROWS become zero. Returns whether all values are finite.
 template <class Element, class Real>
-AFC_FN void load_tile(Real *tile, int pitch, const Matrix<Element> &from, int64_t first, int count,
+AFC_FN bool load_tile(Real *tile, int pitch, const Matrix<Element> &from, int64_t first, int count,
                       int width) {
+  bool finite = true;
   for (int r = 0; r < count; ++r) {
     load_strided_row(tile + r * pitch, from, first + r, width);
+    finite &= is_finite(tile + r * pitch, width);
     for (int c = width; c < pitch; ++c) tile[r * pitch + c] = Real(0);
   }
   const int rest = round_up(count, STREAM_ROWS) - count;
   if (rest > 0) std::memset(tile + count * pitch, 0, size_t(rest) * size_t(pitch) * sizeof(Real));
+  return finite;
 }
 
 // A stationary tile: rows first .. first + count - 1, transposed into panels [width][lanes]; lanes beyond
@@ -160,13 +177,38 @@ AFC_KERNEL void accumulate(Real *__restrict C, const Real *__restrict rescale, c
   }
 }
 
+// The same where Y is not finite: an element of S that is 0 lets nothing through, neither infinity nor NaN.
+template <class Real>
+AFC_KERNEL void accumulate_gated(Real *__restrict C, const Real *__restrict rescale, const Real *__restrict Y,
+                                 int pitch, const Real *__restrict S, int rows, int width) {
+  constexpr int lanes = Panel<Real>::lanes;
+  for (int d = 0; d < width; ++d) {
+    Real sum[lanes] = {};
+    for (int r = 0; r < rows; ++r) {
+#pragma omp simd
+      for (int c = 0; c < lanes; ++c) {
+        const Real s = S[r * lanes + c];
+        sum[c] += s == Real(0) ? Real(0) : s * Y[r * pitch + d];
+      }
+    }
+    for (int c = 0; c < lanes; ++c) C[d * lanes + c] = C[d * lanes + c] * rescale[c] + sum[c];
+  }
+}
+
+// C[width][lanes] = C * rescale[lanes] + Y[rows][width]^T S[rows][lanes]; `finite`: all of Y is.
+template <class Real>
+AFC_FN void accumulate_tile(Real *__restrict C, const Real *__restrict rescale, const Real *__restrict Y,
+                            bool finite, int pitch, const Real *__restrict S, int rows, int width) {
+  (finite ? accumulate<Real> : accumulate_gated<Real>)(C, rescale, Y, pitch, S, rows, width);
+}
+
 // C[width][lanes] += Y[rows][width]^T S[rows][lanes].
 template <class Real>
-AFC_FN void accumulate(Real *__restrict C, const Real *__restrict Y, int pitch, const Real *__restrict S,
-                       int rows, int width) {
+AFC_FN void accumulate_tile(Real *__restrict C, const Real *__restrict Y, bool finite, int pitch,
+                            const Real *__restrict S, int rows, int width) {
   alignas(VECTOR_BYTES) Real ones[Panel<Real>::lanes];
   for (Real &one : ones) one = Real(1);
-  accumulate(C, ones, Y, pitch, S, rows, width);
+  accumulate_tile(C, ones, Y, finite, pitch, S, rows, width);
 }
 
 }  // namespace afc

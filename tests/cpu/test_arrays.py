@@ -18,7 +18,7 @@ from tests.support.checks import EXAMPLES, inputs
 NUMPY = (torch.float64, torch.float32, torch.float16)
 
 
-def module(name: str, dtype: str = "float32") -> Any:
+def module(name: str, dtype: Any = "float32") -> Any:
     return afc.load(EXAMPLES / f"{name}.attn", D=64, dtype=dtype, backend="cpu")
 
 
@@ -80,6 +80,13 @@ def test_bfloat16_of_ml_dtypes() -> None:
     o = call(*(x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) for x in tensors))
     assert o.dtype == ml_dtypes.bfloat16
     assert np.array_equal(o.view(np.int16), call(*tensors).view(torch.int16).numpy())
+
+
+def test_dtypes_are_named_as_in_numpy() -> None:
+    for dtype in (np.float32, np.dtype(np.float32), "float32", torch.float32):
+        assert module("llama", dtype) is module("llama")
+    with pytest.raises(afc.UsageError, match=r"unknown dtype .*numpy\.int8"):
+        module("llama", np.int8)
 
 
 def test_empty_arrays() -> None:

@@ -72,28 +72,26 @@ def check(name: str, dtype: torch.dtype, shape: tuple[int, ...], **places: Any) 
     assert not bad, f"{name} {dtype} {shape} {places}: (error, allowed) {bad}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["f64", "f32", "bf16"])
-@pytest.mark.parametrize("name", ["full", "llama", "mistral", "alibi", "gptj", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("name", ["full", "llama", "mistral", "alibi", "gemma2"])
 def test_number_of_keys_of_each_batch(name: str, dtype: torch.dtype) -> None:
     check(name, dtype, (4, 4, 2, 30, 150), kv_len=torch.tensor([150, 1, 0, 97]))
 
 
-@pytest.mark.parametrize("kv_len", [0, 1, 29, 64, 150, torch.tensor(77), torch.tensor(33, dtype=torch.int32)])
-@pytest.mark.parametrize("name", ["full", "llama", "mistral"])
+@pytest.mark.parametrize("kv_len", [0, 29, 150, torch.tensor(33, dtype=torch.int32)])
+@pytest.mark.parametrize("name", ["full", "mistral"])
 def test_one_number_of_keys(name: str, kv_len: Any) -> None:
     check(name, torch.float32, (2, 4, 1, 30, 150), kv_len=kv_len)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "alibi", "gptj"])
+@pytest.mark.parametrize("name", ["mistral", "alibi", "gptj"])
 def test_origins_of_each_batch(name: str) -> None:
     q_origin, k_origin = torch.tensor([0, 70, -9]), torch.tensor([5, 0, -40], dtype=torch.int32)
     for places in (
         {"q_origin": q_origin, "k_origin": k_origin},
         {"q_origin": q_origin},
         {"k_origin": k_origin, "q_origin": 25},
-        {"q_origin": torch.tensor(60)},
         {"k_origin": k_origin, "kv_len": torch.tensor([90, 41, 20])},
-        {"q_origin": q_origin, "kv_len": 50},
     ):
         check(name, torch.float32, (3, 4, 2, 60, 90), **places)
 

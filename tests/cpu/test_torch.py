@@ -88,9 +88,8 @@ def test_opcheck() -> None:
     slope = torch.rand(4)
     torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], []))
     o, lse = glue.forward_op(q, k, v, [slope], [], [0, 0, -1], [])
-    torch.library.opcheck(
-        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], [0, 0, -1], [], False)
-    )
+    saved = (torch.randn_like(o), None, q, k, v, o, lse, [slope])
+    torch.library.opcheck(glue.backward_op, (*saved, [], [0, 0, -1], [], False, [True]))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
