@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every published variant that GPU targets compile, forward and backward, against PyTorch written from its paper.
+"""Every published variant that GPU targets compile, forward and backward, against PyTorch from its paper.
 
-The references run on the CPU. Gradients of captured tensors, which GPU targets do not compute, are not asked for.
+The references run on the CPU. Gradients of captured tensors, which GPU targets lack, are not asked for.
 """
 
 from __future__ import annotations
