@@ -93,7 +93,7 @@ class Author:
         )
 
     def rotations(self, index: int) -> list[str]:
-        """Statements, of which the second kind uses the blocks that `program` declares."""
+        """Rotations and row blocks in any order, some of them declared by `program`."""
         known = self.pick("", "q, k = rope(q, k)", "q[:8], k[:8] = rope(q[:8], k[:8]; base = 100.0)")
         own = self.pick(
             "",
@@ -105,7 +105,11 @@ class Author:
             f"k = turn_{index}(k; t = spin, turns = kturns)",
             f"k[2:12] = turn_{index}(k[2:12]; t = spin, turns = kturns)",
         )
-        return [line for line in (known, own, other) if line]
+        norm = self.pick("", "q, k = l2_norm(q, k; eps = 0.1)", "k[4:12] = l2_norm(k[4:12]; eps = 0.1)")
+        row = self.pick("", f"q = row_{index}(q; w = weights)", f"q, k = row_{index}(q, k; w = weights)")
+        lines = [line for line in (known, own, other, norm, row) if line]
+        self.random.shuffle(lines)
+        return lines
 
     def program(self, index: int) -> str:
         scores = f"mask_{index}(score_{index}(dot(q, k); t, u); flags)"
@@ -122,8 +126,12 @@ class Author:
             f"    y = sin(angle) * {self.number()}",
             "    return (x0 * cos(angle) - x1 * y, x0 * sin(angle) + x1 * cos(angle))",
             "}",
+            f"row row_{index}(x, c, h; w[Heads, D]: grad) {{",
+            f"    far = x - mean(x) * {self.number()}",
+            f"    return tanh(far) * w[h, c] + x / ({self.number()} + 3.0 + mean(far * far))",
+            "}",
             f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool, "
-            "spin[H], qturns[1|B, 2*M], kturns[1|B, 2*N]) {",
+            "spin[H], qturns[1|B, 2*M], kturns[1|B, 2*N], weights[H, Dqk]: grad) {",
             *(f"    {line}" for line in self.rotations(index)),
             f"    return {self.pick(*NORMALIZERS).format(scores)} @ v",
             "}",
@@ -155,6 +163,7 @@ def test_three_ways(tmp_path: Path) -> None:
                 "spin": g.uniform(-1, 1, 4),
                 "qturns": g.uniform(-3, 3, (2, 2 * m)),
                 "kturns": g.uniform(-3, 3, (1, 2 * keys)),
+                "weights": g.uniform(-1, 1, (4, HEAD)),
             }
             shapes = ((2, 4, m, HEAD), (2, 2, keys, HEAD), (2, 2, keys, HEAD))
             q, k, v = (g.standard_normal(s) for s in shapes)
@@ -171,12 +180,12 @@ def test_three_ways(tmp_path: Path) -> None:
                 close(found, gradients.captured[name], f"gradient of {name} of {what}")
             inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
             options = {name: torch.from_numpy(x) for name, x in tensors.items()}
-            learned = [options[name].requires_grad_() for name in ("t", "u")]
+            learned = [options[name].requires_grad_() for name in ("t", "u", "weights")]
             kernel = getattr(module, f"random_{n}")
             o = kernel(*inputs, **options, q_origin=origins[0], k_origin=origins[1])
             close(o.detach().numpy(), want.o, what)
             found = torch.autograd.grad(o, [*inputs, *learned], torch.from_numpy(do))
-            for name, x in zip(("t", "u"), found[3:], strict=True):
+            for name, x in zip(("t", "u", "weights"), found[3:], strict=True):
                 want_gradient = gradients.captured.get(name, np.zeros(x.shape))
                 close(x.numpy(), want_gradient, f"gradient of {name} of {what}")
             for name, x in zip(("dq", "dk", "dv"), found[:3], strict=True):
