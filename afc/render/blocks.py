@@ -193,7 +193,7 @@ class CapturedText:
     `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
     `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
     `extra`: the read is in the normalizer's extra term; `axes`: the dimension of the tensor that the batch,
-    the query head, the query row alone index, -1 where none.
+    the query head, the query row alone index, -1 where none; `row_index`: m or i, whichever that row is.
     """
 
     slot: int
@@ -201,6 +201,7 @@ class CapturedText:
     by_row: bool
     reads_position: bool
     extra: bool
+    row_index: str
     axes: tuple[int, int, int]
 
 
@@ -513,13 +514,15 @@ class _Writer:
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
         used = {v for i in read.load.indices for v in variables(i)}
+        row_index = "m" if _axis(read.load, "m") >= 0 else "i"
         return CapturedText(
             slot,
             f"{name}({', '.join(arguments)})",
             not used & {"n", "j"},
             "i" in used,
             read.step is None,
-            (_axis(read.load, "b"), _axis(read.load, "h"), max(_axis(read.load, "m"), _axis(read.load, "i"))),
+            row_index,
+            (_axis(read.load, "b"), _axis(read.load, "h"), _axis(read.load, row_index)),
         )
 
     def _function(

@@ -142,8 +142,10 @@ def _count(buffer: Buffer) -> str:
 def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tuple[CpuCapturedGradient, ...]:
     found = []
     for slot in dict.fromkeys(r.slot for r in reads):
-        axes = [r.axes for r in reads if r.slot == slot]
-        common = [one[0] if len(set(one)) == 1 else -1 for one in zip(*axes, strict=True)]
+        own = [r for r in reads if r.slot == slot]
+        common = [one[0] if len(set(one)) == 1 else -1 for one in zip(*(r.axes for r in own), strict=True)]
+        if len({r.row_index for r in own}) > 1:  # m and i differ by the origin: two tiles may meet
+            common[2] = -1
         found.append(CpuCapturedGradient(program.tensors[slot].name, slot, (common[0], common[1], common[2])))
     return tuple(found)
 

@@ -30,6 +30,8 @@ attention same(q, k, v; x[B, M]: grad) = softmax(causal(rows(scaled_dot_product(
 attention table(q, k, v; t[H, 9]: grad) {
     return softmax(softcap(twice(causal(scaled_dot_product(q, k)); t); cap = 3.0)) @ v
 }
+score shifted(s, m, i, n; y[Rows, N]: grad) = s + y[m, n] * y[i, n]
+attention moved(q, k, v; y[Rows, N]: grad) = softmax(shifted(scaled_dot_product(q, k); y)) @ v
 attention unread(q, k, v; t[H]: grad) = softmax(dot(q, k)) @ v
 attention outside(q, k, v; t[H, 5]: grad) {
     s = relative(scaled_dot_product(q, k); t)
@@ -167,6 +169,21 @@ def test_large_tables_are_added_to_directly(single: ModuleType) -> None:
     exact = bias.detach().double().requires_grad_()
     keep = torch.ones(1100, 1000, dtype=torch.bool)
     o, _ = softmax_attention(q.double(), k.double(), v.double(), lambda s: s / 4 + exact, keep)
+    [want] = torch.autograd.grad(o.square().sum(), exact)
+    assert float((found - want).norm() / want.norm()) < 1e-5
+
+
+def test_two_rows_of_one_tensor_are_not_added_to_at_once(single: ModuleType) -> None:
+    """Row m of one query tile is row i of another where q has an origin."""
+    torch.manual_seed(7)
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 1500, 3000, 16, 16, torch.float32))
+    y = torch.rand(1600, 3000, requires_grad=True)  # too large for copies
+    origin = 96
+    [found] = torch.autograd.grad(single.moved(q, k, v, y=y, q_origin=origin).square().sum(), y)
+    exact = y.detach().double().requires_grad_()
+    bias = exact[:1500] * exact[origin : 1500 + origin]
+    keep = torch.ones(1500, 3000, dtype=torch.bool)
+    o, _ = softmax_attention(q.double(), k.double(), v.double(), lambda s: s / 4 + bias, keep)
     [want] = torch.autograd.grad(o.square().sum(), exact)
     assert float((found - want).norm() / want.norm()) < 1e-5
 
