@@ -88,9 +88,9 @@ def test_opcheck() -> None:
     slope = torch.rand(4)
     torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], []))
     o, lse = glue.forward_op(q, k, v, [slope], [], [0, 0, -1], [])
-    torch.library.opcheck(
-        glue.backward_op, (torch.randn_like(o), None, q, k, v, o, lse, [slope], [], [0, 0, -1], [], False)
-    )
+    numbers = ([], [0, 0, -1], [])
+    arguments = (torch.randn_like(o), None, q, k, v, o, lse, [slope], *numbers, False, [False])
+    torch.library.opcheck(glue.backward_op, arguments)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
