@@ -150,6 +150,7 @@ def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) 
             "doc": program.doc,
             "key": text.hexdigest()[:16],
             "parameters": [_parameter(p, program) for p in program.params],
+            "output_blocks": bool(program.output_steps),
         }
     doc = f"Attention kernels of {source}, built by afc: {', '.join(attentions)}."
     return json.dumps(

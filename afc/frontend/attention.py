@@ -18,6 +18,7 @@ from afc.expr.nodes import (
     const,
     formula_tensors,
     inline_lets,
+    substitute,
     variables,
     walk,
 )
@@ -46,7 +47,7 @@ from afc.ir.program import (
 
 RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
 # A run-time number shares the namespace of formulas with their inputs and with the values that passes name.
-FORMULA_NAMES = (*INDEX_NAMES, "s", "r", "p", "c", "x", "x0", "x1")
+FORMULA_NAMES = (*INDEX_NAMES, "s", "r", "p", "c", "x", "x0", "x1", "o")
 GENERATED_NAME = re.compile(r"d_\w+|\w+_value(_\d+)?")
 
 
@@ -80,9 +81,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Output:
-    """weights @ v."""
+    """weights @ v after some output blocks."""
 
     weights: Weights
+    steps: tuple[RowStep, ...] = ()
 
 
 Value = Union[Rows, Scores, Weights, Output]  # noqa: UP007
@@ -148,7 +150,9 @@ class AttentionChecker:
         result = self.value(self.declaration.result, self.values, self.names)
         if result is not None and not isinstance(result, Output):
             self.report.error(
-                "E0131", "an attention returns `normalizer(scores) @ v`", self.declaration.result.span
+                "E0131",
+                "an attention returns `normalizer(scores) @ v`, or output blocks of it",
+                self.declaration.result.span,
             )
         params = self.require_bounds(params)
         if len(self.report.errors) > before or not isinstance(result, Output):
@@ -169,6 +173,7 @@ class AttentionChecker:
             scores.steps,
             scores.masks,
             result.weights.normalizer,
+            output_steps=result.steps,
         )
 
     # ---- signature ----------------------------------------------------------------------------------------
@@ -524,6 +529,49 @@ class AttentionChecker:
             return None
         return Output(left)
 
+    def output_block(
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        values: dict[str, Value],
+        names: dict[str, Binding],
+    ) -> Output | None:
+        """An output block: a row step on all columns, with `o` as the column `x`."""
+        if len(node.args) != 1:
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` takes the output, and options after `;`",
+                node.span,
+                hint=f"write `{declaration.name}(softmax(s) @ v; ...)`",
+            )
+            return None
+        value = self.value(node.args[0], values, names)
+        dimensions: dict[str, Expr] = {"D": Var("Dv", Type.INT)}
+        options = self.options(declaration, node, names, dimensions)
+        if value is None or options is None:
+            return None
+        if not isinstance(value, Output):
+            self.report.error(
+                "E0146", f"`{declaration.name}` applies to an output, after `@ v`", node.args[0].span
+            )
+            return None
+        formula = self.blocks.instantiate(declaration, options, dimensions)
+        if formula is None:
+            return None
+        # Without intermediate values, of which one may be called x.
+        result = substitute(inline_lets(formula)[0], {"o": Var("x", Type.FLOAT)})
+        step = RowStep(
+            declaration.name,
+            Formula((result,)),
+            call_text(declaration, options),
+            declaration.doc,
+            node.span,
+            declaration.span,
+            first=const(0),
+            width=dimensions["D"],
+        )
+        return Output(value.weights, (*value.steps, step))
+
     def call(self, node: ast.Call, values: dict[str, Value], names: dict[str, Binding]) -> Value | None:
         if node.function == "dot":
             return self.dot(node, values, names)
@@ -536,6 +584,8 @@ class AttentionChecker:
             return None
         if declaration.kind == "fn":
             return self.macro(declaration, node, values, names)
+        if declaration.kind == "output":
+            return self.output_block(declaration, node, values, names)
         if declaration.kind not in ("score", "mask", "normalizer"):
             self.report.error(
                 "E0144",

@@ -60,13 +60,17 @@ SLOTS: dict[str, Slot] = {
         (*DIMENSIONS, "D", "L"),
         Type.FLOAT,
     ),
+    "output": Slot(
+        {"o": Type.FLOAT, "c": INTEGER, "b": INTEGER, "h": INTEGER, "m": INTEGER, "i": INTEGER},
+        (*DIMENSIONS, "D"),
+        Type.FLOAT,
+    ),
     "normalizer": Slot(
         {"s": Type.FLOAT, "b": INTEGER, "h": INTEGER, "i": INTEGER, "m": INTEGER}, DIMENSIONS, Type.FLOAT
     ),
 }
 
 UNSUPPORTED_SLOTS = {
-    "output": "a formula on the output row",
     "weight": "a formula on the weights",
 }
 
@@ -165,7 +169,7 @@ class Blocks:
             self.inline,
             require_positive=self.require_positive,
             reserved=self.reserved,
-            width=dimensions.get("D", Var("D", INTEGER)) if declaration.kind == "row" else None,
+            width=dimensions.get("D", Var("D", INTEGER)) if declaration.kind in ("row", "output") else None,
         )
         result = formula(declaration, scope)
         return None if result is None else self._result(declaration, result)

@@ -70,7 +70,7 @@ class ExampleRunner:
             return None
         if declaration.kind == "normalizer":
             return self.normalizer(declaration, call)
-        if declaration.kind == "row":
+        if declaration.kind in ("row", "output"):
             return self.row(declaration, call)
         if declaration.kind == "fn" and self.blocks.is_macro(declaration):
             result = self.macro(declaration, call)
@@ -118,8 +118,9 @@ class ExampleRunner:
         """What an example's call gives a block: values by name, bindings of its options, captured tensors."""
         given = self.constants(call)
         args = [self.literal(a) for a in call.args]
-        # A row block computes all columns.
-        inputs = [p for p in declaration.inputs if declaration.kind != "row" or p.name != "c"]
+        # A row or output block computes all columns.
+        all_columns = declaration.kind in ("row", "output")
+        inputs = [p for p in declaration.inputs if not all_columns or p.name != "c"]
         if given is None or any(a is None for a in args):
             return None
         if len(args) != len(inputs):
@@ -231,20 +232,25 @@ class ExampleRunner:
         return value
 
     def row(self, declaration: ast.Declaration, call: ast.Call) -> tuple[float, ...] | None:
-        """All columns of a row, from a list of its columns x; D is its length."""
+        """All columns of a row, from a list of its columns x (of an output: o, as wide as v); D is its
+        length.
+        """
         arguments = self.arguments(declaration, call)
         if arguments is None:
             return None
         env, bindings, tensors = arguments
-        if np.ndim(env.get("x", 0.0)) != 1:
-            self.report.error("E0314", f"an example of `{declaration.name}` gives a list for x", call.span)
+        row = "x" if declaration.kind == "row" else "o"
+        if np.ndim(env.get(row, 0.0)) != 1:
+            message = f"an example of `{declaration.name}` gives a list for {row}"
+            self.report.error("E0314", message, call.span)
             return None
         formula = self.blocks.instantiate(declaration, bindings, {})
         if formula is None:
             return None
-        width = np.size(env["x"])
+        width = np.size(env[row])
         try:
-            env = {"D": width, "c": np.arange(width), **env}
+            widths = {"D": width} if row == "x" else {"D": width, "Dv": width}
+            env = {**widths, "c": np.arange(width), **env}
             [value] = evaluate_formula(formula, env, tensors)
         except KeyError as missing:
             self.missing(missing, call)

@@ -31,7 +31,7 @@ def print_program(program: Program) -> str:
     for operand, steps in (("q", program.q_steps), ("k", program.k_steps)):
         for transform in steps:
             if isinstance(transform, RowStep):
-                lines += _row(operand, transform)
+                lines += _row(f"row {operand}", transform)
             else:
                 lines += _rotation(operand, transform)
     for step in program.scores:
@@ -52,6 +52,8 @@ def print_program(program: Program) -> str:
         place = "the extra term" if read.step is None else f"score step {read.step + 1}"
         lines.append(f"  gradient of {attn(read.load)}, read in {place}")
         lines += _formula(read.coefficient, 4)
+    for row in program.output_steps:
+        lines += _row("output o", row)
     return "\n".join(lines) + "\n"
 
 
@@ -64,8 +66,8 @@ def _rotation(operand: str, step: Rotation) -> list[str]:
     return lines + _formula(step.matrix if step.matrix is not None else step.formula, 4)
 
 
-def _row(operand: str, step: RowStep) -> list[str]:
-    lines = [f"  row {operand}[{attn(step.first)} + {attn(step.width)}] {step.call}"]
+def _row(title: str, step: RowStep) -> list[str]:
+    lines = [f"  {title}[{attn(step.first)} + {attn(step.width)}] {step.call}"]
     if step.value is None or step.backward is None:
         return lines + _formula(step.formula, 4)
     for mean in step.means:

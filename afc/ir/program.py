@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program: one attention, checked, in the author's terms. Passes map Program to Program.
 
-    O = normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v
+    O = output(normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v)
 
 Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, r, c`
 (position, row and pair of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and
@@ -87,7 +87,7 @@ class Rotation(Step):
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over the columns of a row: a formula of x, c and earlier means."""
+    """A mean over the columns of a row: a formula of x, the indices of its slot and earlier means."""
 
     name: str
     formula: Formula
@@ -95,7 +95,9 @@ class Mean:
 
 @dataclass(frozen=True)
 class RowRead:
-    """A read of a captured tensor marked `grad` in a row block, and what a column adds to its gradient."""
+    """A read of a captured tensor marked `grad` in a row or output block, and what a column adds to its
+    gradient.
+    """
 
     load: Load
     term: Formula
@@ -116,10 +118,11 @@ class RowBackward:
 
 @dataclass(frozen=True)
 class RowStep(Step):
-    """A formula on each column x of a row of q or k, with means over the row.
+    """A formula on each column x of a row of q or k, or of the output, with means over the row.
 
-    Columns `first .. first + width - 1`. The pass `rows` sets `means`, `value` (the formula in terms of
-    them) and `backward`.
+    Columns `first .. first + width - 1`; an output block has all. It reads `c, b, h` and, of q or k, the row
+    `r`; of the output, the row `m` and its position `i`. The pass `rows` sets `means`, `value` (the formula
+    in terms of them) and `backward`.
     """
 
     first: Expr = field(kw_only=True)
@@ -177,7 +180,7 @@ class CapturedRead:
 
 
 def learned(reads: Iterable[CapturedRead], steps: Iterable[Transform]) -> tuple[str, ...]:
-    """Captured tensors that scores or row blocks read and whose gradient is asked for."""
+    """Captured tensors that scores, row or output blocks read and whose gradient is asked for."""
     rows = [s.backward for s in steps if isinstance(s, RowStep) and s.backward is not None]
     names = [r.load.tensor for r in reads] + [r.load.tensor for b in rows for r in b.reads]
     return tuple(dict.fromkeys(names))
@@ -200,6 +203,7 @@ class Program:
     constants: tuple[tuple[str, int | float | bool], ...] = ()
     score_gradient: ScoreGradient | None = None
     captured_reads: tuple[CapturedRead, ...] = ()
+    output_steps: tuple[RowStep, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorParam, ...]:
@@ -214,7 +218,7 @@ class Program:
     @property
     def learned(self) -> tuple[str, ...]:
         """Captured tensors whose gradient is not 0 everywhere; the passes have been run."""
-        return learned(self.captured_reads, (*self.q_steps, *self.k_steps))
+        return learned(self.captured_reads, (*self.q_steps, *self.k_steps, *self.output_steps))
 
     def constant(self, name: str) -> int | float | bool | None:
         """A compile-time constant, or None."""
@@ -226,9 +230,12 @@ class Program:
         def step(s: Step) -> Step:
             return replace(s, formula=rule(s.formula))
 
+        def row(s: RowStep) -> RowStep:
+            return replace(s, formula=rule(s.formula))
+
         def transform(s: Transform) -> Transform:
             if isinstance(s, RowStep):
-                return replace(s, formula=rule(s.formula))
+                return row(s)
             matrix = None if s.matrix is None else rule(s.matrix)
             return replace(s, formula=rule(s.formula), matrix=matrix)
 
@@ -243,4 +250,5 @@ class Program:
             k_steps=tuple(map(transform, self.k_steps)),
             scores=tuple(map(step, self.scores)),
             masks=tuple(map(step, self.masks)),
+            output_steps=tuple(map(row, self.output_steps)),
         )

@@ -14,15 +14,25 @@ from typing import Literal, Union
 
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
-from afc.ir.program import CapturedRead, Rotation, Step, Transform, learned
+from afc.ir.program import CapturedRead, Rotation, RowRead, RowStep, Step, Transform, learned
 from afc.ir.protocol import Protocol
 
 Kind = Literal[
-    "table", "rotate", "forward", "preprocess", "backward", "captured", "postprocess", "combine", "plan"
+    "table",
+    "rotate",
+    "forward",
+    "output",
+    "preprocess",
+    "backward",
+    "captured",
+    "postprocess",
+    "combine",
+    "plan",
 ]
 Axis = Literal["queries", "keys"]
 Pass = Literal["forward", "backward"]
-Operand = Literal["q", "k", "v", "o", "do", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
+# y, dy: the output after its blocks, where it has some; o is then the output before them.
+Operand = Literal["q", "k", "v", "o", "do", "y", "dy", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
 
 
 # ---- tile operations -------------------------------------------------------------------------------------
@@ -177,6 +187,34 @@ class Normalize:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """out = output blocks of O, row by row."""
+
+    out: str
+    o: str
+
+
+@dataclass(frozen=True)
+class OutputsBack:
+    """Gradient of O before the output blocks from that after them, 0 where LSE is -inf. Without a sum over
+    the keys `lse` is None.
+    """
+
+    out: str
+    dy: str
+    o: str
+    lse: str | None
+
+
+@dataclass(frozen=True)
+class AddOutputs:
+    """Adds what the output blocks of O give to the gradients of the captured tensors that they read."""
+
+    dy: str
+    o: str
+
+
+@dataclass(frozen=True)
 class Store:
     """Write a tile (rows within the tensor), or add it to an accumulator."""
 
@@ -200,6 +238,9 @@ TileOp = Union[  # noqa: UP007
     Scale,
     RotateBack,
     Normalize,
+    Outputs,
+    OutputsBack,
+    AddOutputs,
     Store,
 ]
 
@@ -298,11 +339,17 @@ class Semantics:
     has_sum: bool = True
     log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
     captured: tuple[CapturedRead, ...] = ()
+    output_steps: tuple[RowStep, ...] = ()
 
     @property
     def learned(self) -> tuple[str, ...]:
         """Captured tensors whose gradient is not 0 everywhere."""
-        return learned(self.captured, (*self.q_steps, *self.k_steps))
+        return learned(self.captured, (*self.q_steps, *self.k_steps, *self.output_steps))
+
+    @property
+    def output_reads(self) -> tuple[RowRead, ...]:
+        """Reads of captured tensors marked `grad` in output blocks."""
+        return tuple(r for s in self.output_steps if s.backward is not None for r in s.backward.reads)
 
     @property
     def q_rotations(self) -> tuple[Rotation, ...]:

@@ -17,11 +17,13 @@ def verify(program: Program, after: str) -> None:
     groups: list[tuple[str, Formula, set[str]]] = []
     for rotation in (*program.q_steps, *program.k_steps):
         if isinstance(rotation, RowStep):
-            groups += [(rotation.block, f, known | names) for f, names in _row_formulas(rotation)]
+            groups += [(rotation.block, f, known | names) for f, names in _row_formulas(rotation, {"r"})]
             continue
         groups.append((rotation.block, rotation.formula, known | {"x0", "x1", "p", "c", "b", "h", "r"}))
         if rotation.matrix is not None:
             groups.append((rotation.block, rotation.matrix, known | {"p", "c", "b", "h", "r"}))
+    for step in program.output_steps:
+        groups += [(step.block, f, known | names) for f, names in _row_formulas(step, {"m", "i"})]
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]
     normalizer = program.normalizer
     groups.append((normalizer.block, normalizer.weight, known | indices))
@@ -38,9 +40,11 @@ def verify(program: Program, after: str) -> None:
         _formula(block, formula, names, tensors, after)
 
 
-def _row_formulas(step: RowStep) -> list[tuple[Formula, set[str]]]:
-    """The formulas of a row step, with the names of its slot and those defined before each."""
-    names = {"x", "c", "b", "h", "r"}
+def _row_formulas(step: RowStep, rows: set[str]) -> list[tuple[Formula, set[str]]]:
+    """The formulas of a row step, with the names of its slot and those defined before each; `rows`: its
+    names of the row.
+    """
+    names = {"x", "c", "b", "h", *rows}
     found = [(step.formula, set(names))]
     for mean in step.means:
         found.append((mean.formula, set(names)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row blocks: the means over a row taken out of the formula, and the derivative of the whole.
+"""Row and output blocks: the means over a row taken out of the formula, and the derivative of the whole.
 
 With means R_k = mean_c g_k(x_c, R_1 .. R_(k-1)) and y_c = f(x_c, R_1 ..), an incoming gradient d gives, last
 mean first, A_k = mean_c (d df/dR_k + sum_(j > k) A_j dg_j/dR_k), and then dx = d df/dx + sum_k A_k dg_k/dx.
@@ -22,7 +22,7 @@ READ = "read_{}_value"
 
 
 def rows(program: Program) -> Program:
-    """Set `means`, `value` and `backward` of every row step.
+    """Set `means`, `value` and `backward` of every row step and output step.
 
     Raises SourceError E0303 for an operator without a derivative, E0308 for columns outside the row.
     """
@@ -32,7 +32,10 @@ def rows(program: Program) -> Program:
         return step if isinstance(step, Rotation) else _lowered(step, wanted)
 
     return replace(
-        program, q_steps=tuple(map(lowered, program.q_steps)), k_steps=tuple(map(lowered, program.k_steps))
+        program,
+        q_steps=tuple(map(lowered, program.q_steps)),
+        k_steps=tuple(map(lowered, program.k_steps)),
+        output_steps=tuple(_lowered(step, wanted) for step in program.output_steps),
     )
 
 

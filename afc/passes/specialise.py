@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Type, const, map_formula, substitute
 from afc.expr.simplify import simplify, simplify_formula
 from afc.frontend.report import did_you_mean
 from afc.ir.program import Extent, Param, Program, ScalarParam, TensorParam, Transform
+
+StepT = TypeVar("StepT", bound=Transform)
 
 
 def specialise(program: Program, constants: Mapping[str, int | float | bool]) -> Program:
@@ -26,7 +29,7 @@ def specialise(program: Program, constants: Mapping[str, int | float | bool]) ->
     params: list[Param] = [p for p in program.params if p.name not in values]
     params = [replace(p, shape=_shape(p, values)) if isinstance(p, TensorParam) else p for p in params]
 
-    def transform(step: Transform) -> Transform:
+    def transform(step: StepT) -> StepT:
         return replace(
             step,
             first=simplify(substitute(step.first, values)),
@@ -40,6 +43,7 @@ def specialise(program: Program, constants: Mapping[str, int | float | bool]) ->
         constants=tuple(sorted(constants.items())),
         q_steps=tuple(map(transform, bound.q_steps)),
         k_steps=tuple(map(transform, bound.k_steps)),
+        output_steps=tuple(map(transform, bound.output_steps)),
     )
 
 

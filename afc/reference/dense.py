@@ -94,10 +94,16 @@ def _by_batch(value: int | Array) -> int | Array:
 
 @dataclass(frozen=True)
 class Result:
-    """o [B, H, M, Dv] and the natural-log LSE [B, H, M]."""
+    """o [B, H, M, Dv], the natural-log LSE [B, H, M] and, where there are output blocks, o before them."""
 
     o: Array
     lse: Array
+    raw: Array | None = None
+
+    @property
+    def before(self) -> Array:
+        """o before the output blocks."""
+        return self.o if self.raw is None else self.raw
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,8 @@ def _inputs(
 def _row_names(x: Array, call: Call, origin: int | Array, first: tuple[int, int, int]) -> dict[str, Any]:
     b, h, r = (np.arange(start, start + size) for start, size in zip(first, x.shape[:3], strict=True))
     env = {**call.sizes(), **call.scalars, "b": b[:, None, None, None], "h": h[:, None, None]}
-    return env | {"r": r[:, None], "p": r[:, None] + _by_batch(origin)}
+    rows, positions = r[:, None], r[:, None] + _by_batch(origin)
+    return env | {"r": rows, "m": rows, "p": positions, "i": positions}
 
 
 def _rotate(x: Array, step: Rotation, env: Mapping[str, Any], call: Call, transpose: bool) -> None:
@@ -263,7 +270,7 @@ def _trace(program: Program, call: Call) -> _Trace:
     x = program.normalizer.factor * x
     if not program.normalizer.has_sum:
         p = np.where(keep, x, 0.0)
-        return _Trace(q, k, s, x, keep, p, Result(_gated(p, v), np.zeros(s.shape[:-1])))
+        return _Trace(q, k, s, x, keep, p, _result(program, call, _gated(p, v), np.zeros(s.shape[:-1])))
     masked, extra = np.where(keep, x, -np.inf), _log_extra(program, call)
     maximum = np.maximum(np.max(masked, axis=-1, keepdims=True, initial=-np.inf), extra)
     safe = np.where(np.isneginf(maximum), 0.0, maximum)
@@ -273,7 +280,14 @@ def _trace(program: Program, call: Call) -> _Trace:
     p = weights / np.where(live, total, 1.0)
     with np.errstate(divide="ignore"):
         lse = np.where(live, safe + np.log(total), -np.inf)[..., 0]
-    return _Trace(q, k, s, x, keep, p, Result(_gated(p, v), lse))
+    return _Trace(q, k, s, x, keep, p, _result(program, call, _gated(p, v), lse))
+
+
+def _result(program: Program, call: Call, o: Array, lse: Array) -> Result:
+    """The output blocks applied to o."""
+    if not program.output_steps:
+        return Result(o, lse)
+    return Result(transform(o, program.output_steps, call, call.q_origin), lse, o)
 
 
 def _log_extra(program: Program, call: Call) -> Array:
@@ -302,7 +316,9 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     group = call.q.shape[1] // max(call.k.shape[1], 1)
     do = np.asarray(do, np.float64)
     v = np.repeat(call.without_unread(call.v), group, axis=1)
-    delta = (do * t.result.o).sum(-1, keepdims=True)
+    captured = {p.name: np.zeros(np.shape(call.tensors[p.name])) for p in program.tensors if p.grad}
+    do = output_back(do, t.result.before, t.result.lse, program.output_steps, call, gradients=captured)
+    delta = (do * t.result.before).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]
     dp, derivative = do @ v.swapaxes(-1, -2), _score_derivative(program, call, t.s)
@@ -311,7 +327,7 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     else:
         dx = np.where(t.keep, dp, 0.0)
     ds = np.where(dx == 0, 0.0, dx * derivative)
-    captured = _captured(program, call, t, dx, delta)
+    _captured(program, call, t, dx, delta, captured)
     dq = transform_back(ds @ t.k, call.q, program.q_steps, call, call.q_origin, gradients=captured)
     dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
     k = call.without_unread(call.k)
@@ -319,9 +335,29 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
 
 
-def _captured(program: Program, call: Call, t: _Trace, dx: Array, delta: Array) -> dict[str, Array]:
-    """Gradients of the captured tensors marked `grad`, in their shapes, as far as scores depend on them."""
-    gradients = {p.name: np.zeros(np.shape(call.tensors[p.name])) for p in program.tensors if p.grad}
+def output_back(
+    d: Array,
+    before: Array,
+    lse: Array,
+    steps: tuple[RowStep, ...],
+    call: Call,
+    first: tuple[int, int, int] = (0, 0, 0),
+    gradients: dict[str, Array] | None = None,
+) -> Array:
+    """Gradient of o [B, H, M, Dv] before the output blocks, whose value is `before`, from that after them.
+
+    It is 0 in rows without a key (`lse` [B, H, M] -inf): their o is 0 whatever q, k and v are.
+    """
+    if not steps:
+        return d
+    d = transform_back(d, before, steps, call, call.q_origin, first, gradients)
+    return np.where(np.isneginf(lse[..., None]), 0.0, d)
+
+
+def _captured(
+    program: Program, call: Call, t: _Trace, dx: Array, delta: Array, gradients: dict[str, Array]
+) -> None:
+    """Adds to the gradients of captured tensors marked `grad`, in their shapes, what scores give."""
     steps, reads, env = program.score_gradient, program.captured_reads, call.elements()
     assert steps is not None
     add_scores(gradients, reads, program.scores, steps.steps, env, call.tensors, t.s, dx)
@@ -329,7 +365,6 @@ def _captured(program: Program, call: Call, t: _Trace, dx: Array, delta: Array) 
         lse = t.result.lse[..., None]
         dextra = extra_gradient(np.broadcast_to(_log_extra(program, call), lse.shape), lse, delta)
         add_extra(gradients, reads, env, call.tensors, dextra)
-    return gradients
 
 
 def _sum_group(x: Array, group: int) -> Array:

@@ -18,6 +18,7 @@ from afc.ir.masks import Run
 from afc.ir.tiled import (
     AddCaptured,
     AddCapturedExtra,
+    AddOutputs,
     Launch,
     LaunchPlan,
     Load,
@@ -25,6 +26,8 @@ from afc.ir.tiled import (
     Matmul,
     Normalize,
     OnlineSoftmax,
+    Outputs,
+    OutputsBack,
     RotateBack,
     Round,
     RowDot,
@@ -40,7 +43,7 @@ from afc.ir.tiled import (
 )
 from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
 from afc.reference.captured import add_extra, add_scores, extra_gradient
-from afc.reference.dense import Call, Gradients, Result, transform, transform_back
+from afc.reference.dense import Call, Gradients, Result, output_back, transform, transform_back
 from afc.reference.rounding import to_storage
 
 Array = Any
@@ -75,10 +78,11 @@ def run_forward(plan: LaunchPlan, call: Call) -> Result:
     """Output and LSE, by the plan's forward kernels."""
     memory = _memory(plan, call)
     b, h, m, _ = call.q.shape
-    memory.tensors["o"] = np.full((b, h, m, call.v.shape[3]), np.nan)
+    memory.tensors |= {name: np.full((b, h, m, call.v.shape[3]), np.nan) for name in ("o", "y")}
     memory.tensors["lse"] = np.full((b, h, m, 1), np.nan if plan.semantics.has_sum else 0.0)
     _run(plan.forward, memory)
-    return Result(memory.tensors["o"], memory.tensors["lse"][..., 0])
+    o, lse = memory.tensors["o"], memory.tensors["lse"][..., 0]
+    return Result(memory.tensors["y"], lse, o) if plan.semantics.output_steps else Result(o, lse)
 
 
 def run_backward(
@@ -88,10 +92,12 @@ def run_backward(
     memory = _memory(plan, call)
     storage = plan.semantics.storage
     b, h, m, d = call.q.shape
+    d_o = to_storage(do, storage)
     memory.tensors |= {
-        "o": result.o,
+        "o": result.before,
         "lse": result.lse[..., None],
-        "do": to_storage(do, storage),
+        "do": np.full(d_o.shape, np.nan) if plan.semantics.output_steps else d_o,
+        "dy": d_o,
         "dlse": np.zeros((b, h, m, 1)) if dlse is None else np.asarray(dlse, np.float64)[..., None],
         "delta": np.full((b, h, m, 1), np.nan),
         "dq_sum": np.zeros((b, h, m, d)),
@@ -253,6 +259,17 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             _rotate_back(x, operand, work, memory)
         case Normalize():
             _normalize(op, work, memory)
+        case Outputs(out=out, o=o):
+            row = tiles.get(o, np.zeros((work.rows.stop - work.rows.start, semantics.head_v)))
+            call, first = _output_rows(work, memory)
+            steps, origin = semantics.output_steps, call.q_origin
+            tiles[out] = transform(row[None, None], steps, call, origin, first)[0, 0]
+        case OutputsBack(out=out, lse=lse):
+            live = np.zeros((work.rows.stop - work.rows.start, 1)) if lse is None else tiles[lse]
+            tiles[out] = _outputs_back(op, live, work, memory, None)
+        case AddOutputs():
+            live = np.zeros((work.rows.stop - work.rows.start, 1))
+            _outputs_back(op, live, work, memory, memory.captured)
         case Store():
             _store(op, work, memory)
 
@@ -406,6 +423,24 @@ def _rotate_back(x: str, operand: str, work: _Work, memory: _Memory) -> None:
     work.tiles[x] = transform_back(
         tile[:, :, : before.shape[2]], before, steps, call, origin, first, memory.captured
     )[0, 0]
+
+
+def _output_rows(work: _Work, memory: _Memory) -> tuple[Call, tuple[int, int, int]]:
+    """The call of the work item's batch, and batch, head and row where its tile of the output starts."""
+    return memory.call.of_batch(work.b), (work.b, work.h, work.rows.start)
+
+
+def _outputs_back(
+    op: OutputsBack | AddOutputs,
+    lse: Array,
+    work: _Work,
+    memory: _Memory,
+    gradients: dict[str, Array] | None,
+) -> Array:
+    call, first = _output_rows(work, memory)
+    dy, o = work.tiles[op.dy][None, None], work.tiles[op.o][None, None]
+    steps = memory.semantics.output_steps
+    return output_back(dy, o, lse[None, None, :, 0], steps, call, first, gradients)[0, 0]
 
 
 def _store(op: Store, work: _Work, memory: _Memory) -> None:

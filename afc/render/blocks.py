@@ -13,6 +13,7 @@ target.
     key_run, query_run              runs of indices from the bounds of the mask, or from that test
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
+    output_<n>, …                   the same of an output block
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
                                     these are not enough, of (args, b, h, row, position, pair)
 
@@ -73,6 +74,8 @@ BOUND_TEXT = {  # in 64 bits
     "k_origin": "args.k_origin",
 }
 INDICES = ("m", "n", "i", "j")
+ROW_INDICES = ("b", "h", "r")  # of a row block, of an output block
+OUTPUT_INDICES = ("b", "h", "m", "i")
 TAKEN = frozenset(
     [
         "alignas",
@@ -186,14 +189,17 @@ class RotationText:
     plain: bool
 
 
+Axes = tuple[int, int, int, int]  # dimensions of a captured tensor that b, h, m, i alone index, -1: none
+
+
 @dataclass(frozen=True)
 class CapturedText:
     """A read of a captured tensor whose gradient is asked for, in the order of `gradients[...]`.
 
     `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
     `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
-    `extra`: the read is in the normalizer's extra term; `axes`: the dimension of the tensor that the batch,
-    the query head, the query row alone index, -1 where none; `row_index`: m or i, whichever that row is.
+    `extra`: the read is in the normalizer's extra term; `axes`: what indexes its
+    dimensions.
     """
 
     slot: int
@@ -201,23 +207,24 @@ class CapturedText:
     by_row: bool
     reads_position: bool
     extra: bool
-    row_index: str
-    axes: tuple[int, int, int]
+    axes: Axes
 
 
 @dataclass(frozen=True)
 class RowReadText:
-    """A read of a captured tensor marked `grad` in a row block: slot, and the call that gives its place in
-    the gradient for batch b, head h and column c.
+    """A read of a captured tensor marked `grad` in a row or output block: slot, the call that gives its place
+    in the gradient for batch b, head h and column c (of an output block also row m, position i), and, for an
+    output block, `axes` as in CapturedText.
     """
 
     slot: int
     offset: str
+    axes: Axes
 
 
 @dataclass(frozen=True)
 class RowText:
-    """A row block: its functions are `name` and `name`_gradient."""
+    """A row or output block: its functions are `name` and `name`_gradient."""
 
     name: str
     reads: tuple[RowReadText, ...]
@@ -237,6 +244,7 @@ class BlockText:
     captured: tuple[CapturedText, ...] = ()
     q_rows: tuple[RowText, ...] = ()
     k_rows: tuple[RowText, ...] = ()
+    outputs: tuple[RowText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -287,6 +295,8 @@ class _Writer:
         q = [self._rotation("q", n, r) for n, r in enumerate(self.semantics.q_rotations)]
         k = [self._rotation("k", n, r) for n, r in enumerate(self.semantics.k_rotations)]
         rows = [self._rows("q", self.semantics.q_steps), self._rows("k", self.semantics.k_steps)]
+        steps = enumerate(self.semantics.output_steps)
+        outputs = [self._row(self._name(f"output_{n}"), step, OUTPUT_INDICES) for n, step in steps]
         gradient = any(g is not None for g in self.semantics.score_gradients)
         return BlockText(
             "\n\n".join(self.parts),
@@ -297,7 +307,9 @@ class _Writer:
             tuple(q),
             tuple(k),
             captured,
-            *rows,
+            rows[0],
+            rows[1],
+            tuple(outputs),
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -514,15 +526,13 @@ class _Writer:
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
         used = {v for i in read.load.indices for v in variables(i)}
-        row_index = "m" if _axis(read.load, "m") >= 0 else "i"
         return CapturedText(
             slot,
             f"{name}({', '.join(arguments)})",
             not used & {"n", "j"},
             "i" in used,
             read.step is None,
-            row_index,
-            (_axis(read.load, "b"), _axis(read.load, "h"), _axis(read.load, row_index)),
+            _axes(read.load),
         )
 
     def _function(
@@ -695,15 +705,18 @@ class _Writer:
 
     def _rows(self, operand: str, steps: tuple[Transform, ...]) -> tuple[RowText, ...]:
         rows = [s for s in steps if isinstance(s, RowStep)]
-        return tuple(self._row(f"row_{operand}_{n}", step) for n, step in enumerate(rows))
+        return tuple(self._row(f"row_{operand}_{n}", step, ROW_INDICES) for n, step in enumerate(rows))
 
-    def _row(self, name: str, step: RowStep) -> RowText:
+    def _row(self, name: str, step: RowStep, indices: tuple[str, ...]) -> RowText:
+        """A row or output block. `indices`: what beside the column c it may read, parameters of its
+        functions.
+        """
         assert step.value is not None and step.backward is not None and isinstance(step.first, Const)
         assert isinstance(step.width, Const)
         first, width = int(step.first.value), int(step.width.value)
         at = "c" if first == 0 else f"{first} + c"
         names = {**self.dimensions, **self._scalar_text(), "x": f"row[{at}]", "d_value": f"d[{at}]"}
-        names |= {n: n for n in ("b", "h", "r", "c")}
+        names |= {n: n for n in (*indices, "c")}
 
         def loop(formula: Formula, statement: str) -> list[str]:
             """A loop over the columns: the formula's intermediate values, a statement on its result."""
@@ -724,7 +737,7 @@ class _Writer:
 
         means = [line for m in step.means for line in mean(m.name, m.formula)]
         value = loop(step.value, f"row[{at}] = {{}};")
-        parameters = "const afc_args &args, int b, int h, int r"
+        parameters = ", ".join(["const afc_args &args", *(f"int {n}" for n in indices)])
         self.parts.append(
             f"{_comment(step, None)}\nAFC_FN void {name}({parameters}, Real *row) {{\n"
             + "\n".join([*means, *value])
@@ -744,20 +757,22 @@ class _Writer:
             + "\n".join([*means, *back, *sums, *gradient])
             + "\n}"
         )
-        reads = [self._row_read(f"{name}_offset_{n}", r.load) for n, r in enumerate(step.backward.reads)]
+        # A read whose gradient is asked for does not name the row of q or k.
+        own = tuple(n for n in indices if n != "r")
+        reads = [self._row_read(f"{name}_offset_{n}", r.load, own) for n, r in enumerate(step.backward.reads)]
         return RowText(name, tuple(reads))
 
-    def _row_read(self, name: str, load: Load) -> RowReadText:
+    def _row_read(self, name: str, load: Load, own: tuple[str, ...]) -> RowReadText:
         slot = self.slots[load.tensor]
-        names = {**self.dimensions, **self._scalar_text(), "b": "b", "h": "h", "c": "c"}
+        names = {**self.dimensions, **self._scalar_text(), **{n: n for n in (*own, "c")}}
         printer = replace(self.printer, names=names)
         indices = "".join(f", {printer.text(i)}" for i in load.indices)
         self.parts.append(
             f"// Place of {attn(load)} in its gradient; -1 outside.\n"
-            f"AFC_FN int64_t {name}(const afc_args &args, int b, int h, int c) {{\n"
+            f"AFC_FN int64_t {name}(const afc_args &args{''.join(f', int {n}' for n in own)}, int c) {{\n"
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
-        return RowReadText(slot, f"{name}(args, int(b), int(h), c)")
+        return RowReadText(slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load))
 
     # ---- rotations ----------------------------------------------------------------------------------------
 
@@ -851,6 +866,11 @@ class _Writer:
 def _axis(load: Load, index: str) -> int:
     """The dimension that is indexed by this index itself, -1 where none is."""
     return next((n for n, i in enumerate(load.indices) if i == Var(index, Type.INT)), -1)
+
+
+def _axes(load: Load) -> Axes:
+    """The dimensions that b, h, m, i alone index."""
+    return _axis(load, "b"), _axis(load, "h"), _axis(load, "m"), _axis(load, "i")
 
 
 def _of_step(call: str, step: int) -> str:

@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, LaunchPlan, Semantics
 from afc.masks import boxes
-from afc.render.blocks import CPU, BlockText, CapturedText, RotationText, RowText, render_blocks
+from afc.render.blocks import CPU, Axes, BlockText, CapturedText, RotationText, RowText, render_blocks
 from afc.render.boxes import TABLE_TYPES
 from afc.render.cpu_context import (
     CpuBuffer,
     CpuCapturedGradient,
     CpuCapturedRead,
     CpuContext,
+    CpuOutputRead,
     CpuRotated,
     CpuRotation,
     CpuRow,
@@ -58,7 +59,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     buffers = tuple(
         CpuBuffer(
             b.name,
-            "afc::Extent" if b.dtype == "extent" else "Element" if b.name.endswith("_rotated") else "Real",
+            _c_type(b),
             _count(b),
             "forward" not in b.passes,
         )
@@ -66,7 +67,11 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     )
     reads = blocks.captured if plan.backward else ()
     gradients = _captured_gradients(program, reads)
-    row_gradients = _row_gradients(program, s, blocks, {g.slot for g in gradients}) if plan.backward else ()
+    of_scores = {g.slot for g in gradients}
+    outputs, output_reads = _outputs(s, blocks)
+    output_gradients = _output_gradients(program, blocks, of_scores) if plan.backward else ()
+    others = of_scores | {g.slot for g in output_gradients}
+    row_gradients = _row_gradients(program, s, blocks, others) if plan.backward else ()
     places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
     return CpuContext(
@@ -97,10 +102,11 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
             CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
             for n, r in enumerate(reads)
         ),
+        outputs=outputs,
+        output_gradients=output_gradients,
+        output_reads=output_reads if plan.backward else (),
         row_gradients=row_gradients,
-        gradient_slots=sum(
-            1 << slot for slot in {*(g.slot for g in gradients), *(g.slot for g in row_gradients)}
-        ),
+        gradient_slots=sum(1 << slot for slot in {*others, *(g.slot for g in row_gradients)}),
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
         run_type=f"Runs<{len(s.mask.alternatives)}>" if s.mask.alternatives else "Run",
@@ -142,18 +148,65 @@ def _count(buffer: Buffer) -> str:
 def _captured_gradients(program: Program, reads: tuple[CapturedText, ...]) -> tuple[CpuCapturedGradient, ...]:
     found = []
     for slot in dict.fromkeys(r.slot for r in reads):
-        own = [r for r in reads if r.slot == slot]
-        common = [one[0] if len(set(one)) == 1 else -1 for one in zip(*(r.axes for r in own), strict=True)]
-        if len({r.row_index for r in own}) > 1:  # m and i differ by the origin: two tiles may meet
-            common[2] = -1
-        found.append(CpuCapturedGradient(program.tensors[slot].name, slot, (common[0], common[1], common[2])))
+        axes = _common_axes([r.axes for r in reads if r.slot == slot])
+        found.append(CpuCapturedGradient(program.tensors[slot].name, slot, axes))
     return tuple(found)
 
 
+def _common_axes(axes: Sequence[Axes]) -> tuple[int, int, int]:
+    """The dimensions that the batch, the query head, the query row index in every read; -1 where none.
+
+    Row m of one tile may be row i of another: reads by either do not share a dimension.
+    """
+    b, h, m, i = (one[0] if len(set(one)) == 1 else -1 for one in zip(*axes, strict=True))
+    return b, h, max(m, i)
+
+
+def _c_type(buffer: Buffer) -> Literal["Element", "Real", "afc::Extent"]:
+    if buffer.dtype == "extent":
+        return "afc::Extent"
+    return "Element" if buffer.name.endswith("_rotated") or buffer.name == "d_raw" else "Real"
+
+
+def _outputs(semantics: Semantics, blocks: BlockText) -> tuple[tuple[CpuRow, ...], tuple[CpuOutputRead, ...]]:
+    """Output blocks, and their reads of captured tensors whose gradient is asked for."""
+    slots = _output_slots(blocks)
+    rows: list[CpuRow] = []
+    reads: list[CpuOutputRead] = []
+    for step, text in zip(semantics.output_steps, blocks.outputs, strict=True):
+        rows.append(CpuRow(text.name, step.call, len(reads) * semantics.head_v))
+        for read in text.reads:
+            start = len(reads) * semantics.head_v
+            reads.append(CpuOutputRead(slots.index(read.slot), start, read.offset))
+    return tuple(rows), tuple(reads)
+
+
+def _output_slots(blocks: BlockText) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(r.slot for text in blocks.outputs for r in text.reads))
+
+
+def _output_gradients(
+    program: Program, blocks: BlockText, of_scores: Collection[int]
+) -> tuple[CpuCapturedGradient, ...]:
+    """Captured tensors that output blocks read; `of_scores`: slots that scores read too."""
+    reads = [r for text in blocks.outputs for r in text.reads]
+    return tuple(
+        CpuCapturedGradient(
+            program.tensors[slot].name,
+            slot,
+            _common_axes([r.axes for r in reads if r.slot == slot]),
+            slot in of_scores,
+        )
+        for slot in _output_slots(blocks)
+    )
+
+
 def _row_gradients(
-    program: Program, semantics: Semantics, blocks: BlockText, of_scores: Collection[int]
+    program: Program, semantics: Semantics, blocks: BlockText, others: Collection[int]
 ) -> tuple[CpuRowGradient, ...]:
-    """Reads of the row blocks of q and k by captured tensor; `of_scores`: slots that scores read too."""
+    """Reads of the row blocks of q and k by captured tensor; `others`: slots that scores or output blocks
+    read too.
+    """
     found: dict[int, list[CpuRowRead]] = {}
     for operand, heads, rows, tile, steps, texts in (
         ("q", "Hq", "M", "QUERY_TILE", semantics.q_steps, blocks.q_rows),
@@ -166,7 +219,7 @@ def _row_gradients(
                 found.setdefault(read.slot, []).append(one)
                 start += one.width
     return tuple(
-        CpuRowGradient(program.tensors[slot].name, slot, slot in of_scores, tuple(reads))
+        CpuRowGradient(program.tensors[slot].name, slot, slot in others, tuple(reads))
         for slot, reads in found.items()
     )
 

@@ -48,9 +48,9 @@ class CpuRotation:
 
 @dataclass(frozen=True)
 class CpuRow:
-    """A row block: its functions are `name` and `name`_gradient; `call` is the source text.
+    """A row or output block: its functions are `name` and `name`_gradient; `call` is the source text.
 
-    `sums`: the first of the operand's row sums that are its own.
+    `sums`: the first of the operand's (the output's) row sums that are its own.
     """
 
     name: str
@@ -96,6 +96,7 @@ class CpuBuffer:
     | q_table, k_table      | Real    | q_tables(args).count() * args.M * Q_TABLE_WIDTH        |
     | delta (backward only) | Real    | args.B * args.Hq * args.M                              |
     | extents_<tensor>_<axis> | afc::Extent | of a captured tensor that the mask reads             |
+    | d_raw (backward only) | Element | args.B * args.Hq * args.M * HEAD_V; with output blocks |
 
     Per-thread scratch is placed behind them by the template.
     """
@@ -138,7 +139,9 @@ class CpuRowRead:
 
 @dataclass(frozen=True)
 class CpuRowGradient:
-    """A captured tensor that row blocks read: its place in the signature; `also`: scores read it too."""
+    """A captured tensor that row blocks read: its place in the signature; `also`: scores or output blocks
+    read it too.
+    """
 
     name: str
     slot: int
@@ -149,12 +152,14 @@ class CpuRowGradient:
 @dataclass(frozen=True)
 class CpuCapturedGradient:
     """A captured tensor whose gradient is asked for: its place in the signature, and the dimension that the
-    batch, the query head, the query row alone index in every read (-1: none).
+    batch, the query head, the query row alone index in every read (-1: none). `also`, of one that output
+    blocks read: scores read it too.
     """
 
     name: str
     slot: int
     axes: tuple[int, int, int]
+    also: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,18 @@ class CpuCapturedRead:
     by_row: bool
     reads_position: bool
     extra: bool
+
+
+@dataclass(frozen=True)
+class CpuOutputRead:
+    """A read of a captured tensor marked `grad` in an output block: the place of its tensor in
+    `output_gradients`, the first of the row sums that are its own (one per column), and the call that gives
+    the place of column c in the gradient.
+    """
+
+    gradient: int
+    start: int
+    offset: str
 
 
 @dataclass(frozen=True)
@@ -199,6 +216,9 @@ class CpuContext:
       captured    number of captured tensors
       captured_gradients, captured_reads
                   captured tensors whose gradient is asked for and is not 0 everywhere, and their reads
+      outputs     output blocks in the order in which they act; may be empty
+      output_gradients, output_reads
+                  captured tensors whose gradient is asked for and that output blocks read, and their reads
       row_gradients   captured tensors whose gradient is asked for and that row blocks read
       gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
@@ -233,6 +253,9 @@ class CpuContext:
     captured: int
     captured_gradients: tuple[CpuCapturedGradient, ...]
     captured_reads: tuple[CpuCapturedRead, ...]
+    outputs: tuple[CpuRow, ...]
+    output_gradients: tuple[CpuCapturedGradient, ...]
+    output_reads: tuple[CpuOutputRead, ...]
     row_gradients: tuple[CpuRowGradient, ...]
     gradient_slots: int
     scalar_checks: tuple[ScalarCheck, ...]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 Size = int | str | tuple[Any, ...]  # a number, a name, or (operator, operands...)
 
@@ -57,11 +57,14 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """Signature and documentation of one attention."""
+    """Signature and documentation of one attention. `output_blocks`: it has some, and its backward reads the
+    output before them.
+    """
 
     name: str
     doc: str
     key: str
+    output_blocks: bool
     tensors: tuple[TensorInfo, ...]
     scalars: tuple[ScalarInfo, ...]
     order: tuple[str, ...]
@@ -93,6 +96,7 @@ def read_module(module: Any) -> ModuleInfo:
             name,
             item["doc"],
             item["key"],
+            bool(item["output_blocks"]),
             tuple(_tensor(p) for p in item["parameters"] if p["kind"] == "tensor"),
             tuple(
                 ScalarInfo(p["name"], p["type"], p["default"], p["positive"])

@@ -100,7 +100,7 @@ class TorchGlue:
         key = f"{self.name}_{attention.info.key}"
         library = torch.library.Library("afc", "FRAGMENT")  # type: ignore[no-untyped-call]
         if key not in _LIBRARIES:
-            _define(library, key)
+            _define(library, key, attention.info.output_blocks)
             _LIBRARIES[key] = library
         self.library = _LIBRARIES[key]
         self._register(key)
@@ -160,7 +160,7 @@ class TorchGlue:
                 raise NotImplementedError(f"{self.name}: this module was built without its backward pass")
             o, lse = self.function(q, k, v, numbers, deterministic, return_lse, *captured)
         else:
-            o, lse = self.forward_op(q, k, v, captured, *numbers)
+            o, lse, *_ = self.forward_op(q, k, v, captured, *numbers)
         return (o, lse) if return_lse else o
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> EntryInfo:
@@ -387,11 +387,13 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """o and LSE and, of an attention with output blocks, o before them."""
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        o, lse = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
+        results = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
+        o, lse, *raw = results
         tensors = (
             _view(q),
             _view(k),
@@ -403,10 +405,11 @@ class TorchGlue:
             None,
             None,
             None,
+            *map(_view, raw),
         )
         none: list[Tensor | None] = [None] * len(captured)
         self._run(entry, False, q, k, v, tensors, captured, none, floats, ints, per_batch, False)
-        return o, lse
+        return results
 
     def fake_forward(
         self,
@@ -417,9 +420,10 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         b, h, m, _ = q.shape
-        return _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
+        o, lse = _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
+        return (o, lse, torch.empty_like(o)) if self.attention.info.output_blocks else (o, lse)
 
     def run_backward(
         self,
@@ -437,6 +441,7 @@ class TorchGlue:
         deterministic: bool,
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Gradients; o is the output before the output blocks."""
         entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
         dq, dk, dv, _ = self.fake_backward(
             d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic, wanted
@@ -458,6 +463,7 @@ class TorchGlue:
             _view(dq),
             _view(dk),
             _view(dv),
+            *((_view(o),) if self.attention.info.output_blocks else ()),
         )
         self._run(entry, True, q, k, v, tensors, captured, gradients, floats, ints, per_batch, deterministic)
         pairs = zip(captured, gradients, strict=True)
@@ -483,10 +489,11 @@ class TorchGlue:
         return _like(q, tuple(q.shape)), _like(k, tuple(k.shape)), _like(v, tuple(v.shape)), gradients
 
 
-def _define(library: Any, key: str) -> None:
+def _define(library: Any, key: str, output_blocks: bool) -> None:
     # Ints are SymInt: a float in a schema, or an int among floats, would be compiled in, value by value.
     common = "Tensor[] captured, float[] floats, SymInt[] ints, Tensor?[] per_batch"
-    library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> (Tensor, Tensor)")
+    results = "(Tensor, Tensor, Tensor)" if output_blocks else "(Tensor, Tensor)"
+    library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> {results}")
     library.define(
         f"{key}_backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
         f"{common}, "
@@ -496,7 +503,9 @@ def _define(library: Any, key: str) -> None:
 
 def _autograd_function(glue: TorchGlue) -> Any:
     class AttentionFunction(torch.autograd.Function):
-        """Saves q, k, v, o, LSE and the captured tensors; P is recomputed. No second derivative."""
+        """Saves q, k, v, o (before output blocks), LSE and the captured tensors; P is recomputed. No second
+        derivative.
+        """
 
         @staticmethod
         def forward(
@@ -510,8 +519,8 @@ def _autograd_function(glue: TorchGlue) -> Any:
             *captured: Tensor,
         ) -> tuple[Tensor, Tensor]:
             floats, ints, per_batch = numbers
-            o, lse = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch)
-            ctx.save_for_backward(q, k, v, o, lse, *per_batch, *captured)
+            o, lse, *raw = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch)
+            ctx.save_for_backward(q, k, v, raw[0] if raw else o, lse, *per_batch, *captured)
             ctx.floats, ctx.ints, ctx.per_batch = floats, ints, len(per_batch)
             ctx.deterministic, ctx.return_lse = deterministic, return_lse
             if not return_lse:

@@ -38,6 +38,7 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
         program.normalizer.has_sum,
         None if program.normalizer.extra is None else logarithm(program.normalizer.extra),
         program.captured_reads,
+        program.output_steps,
     )
 
 
@@ -54,7 +55,7 @@ def check_softmax(program: Program, name: str) -> None:
 
 
 def check_steps(program: Program, name: str) -> None:
-    """Raises UsageError E0411 for a row block on q or k, which the target does not compute."""
+    """Raises UsageError E0411 for a row or output block, which the target does not compute."""
     for step in (*program.q_steps, *program.k_steps):
         if isinstance(step, RowStep):
             raise UsageError.of(
@@ -62,6 +63,12 @@ def check_steps(program: Program, name: str) -> None:
                 f"row block `{step.call}` of `{program.name}`: target `{name}` rotates rows only",
                 hint="build for the CPU with `--backend cpu`, or normalise q and k in PyTorch",
             )
+    for step in program.output_steps:
+        raise UsageError.of(
+            "E0411",
+            f"output block `{step.call}` of `{program.name}`: target `{name}` stores the output as it is",
+            hint="build for the CPU with `--backend cpu`, or apply it to the output in PyTorch",
+        )
 
 
 def check_captured(program: Program, name: str) -> None:

@@ -36,22 +36,32 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     rotate = (launch(ops.rotate(f"{prefix}_rotate", tiles.rows)),) if rotates else ()
     first = (f"{prefix}_rotate",) if rotates else ()
     has_sum = meaning.has_sum
-    forward = (*rotate, launch(ops.forward(f"{prefix}_forward", tiles.rows, has_sum=has_sum), *first))
+    has_output = bool(meaning.output_steps)
+    main = ops.forward(f"{prefix}_forward", tiles.rows, has_sum=has_sum, has_output=has_output)
+    forward = (*rotate, launch(main, *first))
+    output = (launch(ops.output(f"{prefix}_output", tiles.rows, has_sum)),) if has_output else ()
+    after_output = (f"{prefix}_output",) if has_output else ()
     # delta belongs to the gradient of the sum over the keys.
-    preprocess = (launch(ops.preprocess(f"{prefix}_preprocess", tiles.rows)),) if has_sum else ()
-    before = (*first, f"{prefix}_preprocess") if has_sum else first
+    delta = ops.preprocess(f"{prefix}_preprocess", tiles.rows)
+    preprocess = (launch(delta, *after_output),) if has_sum else ()
+    before = (*first, f"{prefix}_preprocess") if has_sum else (*first, *after_output)
     dq = ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale, has_sum)
     dkv = ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, False, has_sum)
-    backward = (*rotate, *preprocess, launch(dq, *before), launch(dkv, *before))
+    backward = (*rotate, *output, *preprocess, launch(dq, *before), launch(dkv, *before))
     if meaning.captured:
         captured = ops.captured(f"{prefix}_captured", tiles.rows, meaning.captured, has_sum)
         backward = (*backward, launch(captured, *before))
+    if meaning.output_reads:
+        backward = (*backward, launch(ops.output_captured(f"{prefix}_output_captured", tiles.rows)))
     both: tuple[Pass, ...] = ("forward", "backward")
     buffers = rotation_buffers(meaning, both, both, both, both)
     if has_sum:
         buffers.append(Buffer("delta", meaning.compute, size("B", "H", "M"), ("backward",)))
     if stored:
         buffers += _extents(program, meaning)
+    if has_output:
+        count = size("B", "H", "M", meaning.head_v)
+        buffers.append(Buffer("d_raw", meaning.storage, count, ("backward",)))
     return LaunchPlan(program.name, "cpu", meaning, forward, backward, tuple(buffers))
 
 

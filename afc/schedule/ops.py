@@ -14,11 +14,14 @@ from afc.ir.program import CapturedRead
 from afc.ir.tiled import (
     AddCaptured,
     AddCapturedExtra,
+    AddOutputs,
     Load,
     Mask,
     Matmul,
     Normalize,
     OnlineSoftmax,
+    Outputs,
+    OutputsBack,
     RotateBack,
     Round,
     RowDot,
@@ -62,14 +65,20 @@ KEYS = (Load("K", "k"), Load("V", "v"))
 
 
 def forward(
-    name: str, tile: Tile, form: Literal["exact", "stale", "watched"] = "exact", has_sum: bool = True
+    name: str,
+    tile: Tile,
+    form: Literal["exact", "stale", "watched"] = "exact",
+    has_sum: bool = True,
+    has_output: bool = False,
 ) -> TiledKernel:
     """O and LSE of a tile of queries; `form` of the softmax in full tiles.
 
-    Without a sum over the keys there is no LSE.
+    Without a sum over the keys there is no LSE. `has_output`: output blocks turn O into Y; both are stored.
     """
     weights: tuple[TileOp, ...] = WEIGHTS
     epilogue: tuple[TileOp, ...] = (Round("O"), Store("O", "o"))
+    if has_output:
+        epilogue = (Outputs("Y", "O"), *epilogue, Round("Y"), Store("Y", "y"))
     if has_sum:
         weights = (*SCORES, OnlineSoftmax("P", "X", "m", "l", ("O",), form))
         epilogue = (Normalize("O", "m", "l", "LSE"), *epilogue, Store("LSE", "lse"))
@@ -84,6 +93,21 @@ def forward(
         body=(*KEYS, *weights, Round("P"), Matmul("O", "P", "V", accumulate=True)),
         epilogue=epilogue,
     )
+
+
+def output(name: str, tile: Tile, has_sum: bool = True) -> TiledKernel:
+    """dO of a tile of queries from the gradient of the output after its blocks."""
+    rows: tuple[TileOp, ...] = (Load("dY", "dy"), Load("O", "o"))
+    rows = (*rows, Load("LSE", "lse")) if has_sum else rows
+    back = (OutputsBack("dO", "dY", "O", "LSE" if has_sum else None), Round("dO"))
+    epilogue = (Store("dO", "do"),)
+    return TiledKernel(name, "output", "queries", tile, "any", (*rows, *back), None, (), epilogue)
+
+
+def output_captured(name: str, tile: Tile) -> TiledKernel:
+    """Gradients of the captured tensors that output blocks read, of a tile of queries."""
+    rows = (Load("dY", "dy"), Load("O", "o"))
+    return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), (AddOutputs("dY", "O"),))
 
 
 def preprocess(name: str, tile: Tile) -> TiledKernel:

@@ -17,7 +17,7 @@ typedef unsigned long long uint64_t;
 #include <stdint.h>
 #endif
 
-#define AFC_ABI_VERSION 1
+#define AFC_ABI_VERSION 2
 #define AFC_MAX_CAPTURED 8
 #define AFC_MAX_SCALARS 8
 #define AFC_MAX_BUFFERS 8
@@ -90,6 +90,10 @@ typedef struct afc_args {
   int32_t num_splits, split_index;
   float *o_partial, *lse_partial;
   int32_t out_dtype, reserved1;
+
+  // The output before the output blocks of an attention that has some, [B, Hq, M, Dv]: forward stores it unless
+  // it is null, backward reads it and not o. Null in all other modules. Version 2.
+  afc_tensor o_raw;
 } afc_args;
 
 // One (attention, shape, dtype, target) configuration of a module.

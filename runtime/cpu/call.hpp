@@ -47,13 +47,14 @@ AFC_FN int check_tensor(const NamedTensor &t) {
   return AFC_OK;
 }
 
-AFC_FN int check_tensors(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v) {
+AFC_FN int check_tensors(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v, bool has_output) {
   const int64_t q_rows = args.B * args.Hq * args.M, k_rows = args.B * args.Hk * args.N;
+  const bool raw = backward && has_output;  // what backward reads instead of the output
   const NamedTensor tensors[] = {
       {"q", &args.q, q_rows * head_qk, head_qk, false},
       {"k", &args.k, k_rows * head_qk, head_qk, false},
       {"v", &args.v, k_rows * head_v, head_v, false},
-      {"o", &args.o, q_rows * head_v, head_v, false},
+      {raw ? "o_raw" : "o", raw ? &args.o_raw : &args.o, q_rows * head_v, head_v, false},
       {"lse", &args.lse, q_rows, 1, false},
       {"d_o", &args.d_o, q_rows * head_v, head_v, true},
       {"dq", &args.dq, q_rows * head_qk, head_qk, false},
@@ -141,10 +142,21 @@ AFC_FN int check_execution(const afc_args &args) {
   return AFC_OK;
 }
 
+// The output before its blocks, which forward stores only where it is asked for.
+AFC_FN int check_raw_output(const afc_args &args, int64_t head_v, bool has_output) {
+  if (args.o_raw.data == nullptr) return AFC_OK;
+  if (!has_output) {
+    return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
+  }
+  return check_tensor({"o_raw", &args.o_raw, args.B * args.Hq * args.M * head_v, head_v, false});
+}
+
+// `has_output`: the attention has output blocks.
 AFC_FN int check_call(const afc_args &args, bool backward, int64_t head_qk, int64_t head_v, int captured,
-                      int64_t needed, unsigned gradients = 0) {
+                      int64_t needed, unsigned gradients = 0, bool has_output = false) {
   if (int status = check_execution(args)) return status;
-  if (int status = check_tensors(args, backward, head_qk, head_v)) return status;
+  if (int status = check_raw_output(args, head_v, has_output)) return status;
+  if (int status = check_tensors(args, backward, head_qk, head_v, has_output)) return status;
   if (int status = check_captured(args, captured, backward ? gradients : 0)) return status;
   if (int status = check_positions(args)) return status;
   return check_workspace(args, needed);

@@ -16,10 +16,11 @@ constexpr int BATCH = 0, HEAD = 1, TILE = 2;  // axes along which work may be sp
 constexpr int64_t COPIES = 1 << 22;  // elements that all copies of a small tensor may have
 
 // A captured tensor that can have a gradient. `axis`: the dimension that the batch, the query head or the query
-// row alone indexes, -1 where none.
+// row alone indexes, -1 where none. `also`: its gradient holds a part already, which is added to.
 struct CapturedGradient {
   int slot;
   int axis[3];
+  bool also = false;
 };
 
 // Elements of a gradient: dimensions of stride 0 are summed over.
@@ -81,6 +82,25 @@ AFC_FN Shares<COUNT> share_out(const afc_args &args, const CapturedGradient (&wh
   return share_out(args, what, tiles, split);
 }
 
+// Calls visit(b, h, tile) for each of `tiles` query tiles of each head that is a task's, one after the other.
+template <int COUNT, class Visit>
+AFC_FN void visit_tiles(const afc_args &args, const Shares<COUNT> &shares, int64_t task, int64_t tiles,
+                        Visit visit) {
+  const int64_t whole[3] = {args.B, args.Hq, tiles};
+  int64_t begin[3], end[3];
+  for (int axis = 2; axis >= 0; --axis) {
+    const bool split = shares.count[axis] > 1;
+    begin[axis] = split ? task % shares.count[axis] : 0;
+    end[axis] = split ? begin[axis] + 1 : whole[axis];
+    task /= shares.count[axis];
+  }
+  for (int64_t b = begin[BATCH]; b < end[BATCH]; ++b) {
+    for (int64_t h = begin[HEAD]; h < end[HEAD]; ++h) {
+      for (int64_t tile = begin[TILE]; tile < end[TILE]; ++tile) visit(b, h, tile);
+    }
+  }
+}
+
 // Where a task adds what it finds for one tensor.
 template <class Real> struct CapturedSum {
   double *copy;  // null: straight to the gradient
@@ -109,7 +129,7 @@ AFC_FN void clear_gradients(const afc_args &args, const CapturedGradient (&what)
                             const Shares<COUNT> &shares) {
   for (int k = 0; k < COUNT; ++k) {
     const afc_captured &gradient = args.grad_captured[what[k].slot];
-    if (gradient.data == nullptr || shares.copied[k]) continue;
+    if (gradient.data == nullptr || shares.copied[k] || what[k].also) continue;
     std::memset(gradient.data, 0, size_t(gradient_size(gradient)) * sizeof(Real));
   }
 }
@@ -126,7 +146,7 @@ AFC_FN void add_copies(const afc_args &args, const CapturedGradient (&what)[COUN
     for (int64_t e = 0; e < size; ++e) {
       double sum = 0;
       for (int64_t task = 0; task < tasks; ++task) sum += copies[task * shares.copy_size + shares.start[k] + e];
-      to[e] = Real(sum);
+      to[e] = Real(what[k].also ? to[e] + sum : sum);
     }
   }
 }

@@ -24,7 +24,7 @@ namespace {
 const afc_module *table;
 
 constexpr int kSizeCount = 5;  // B, Hq, Hk, M, N
-constexpr int kTensorCount = 10;
+constexpr int kTensorCount = 11;
 constexpr int kPerBatchCount = 3;
 constexpr int kMaxRank = 4;
 constexpr uintptr_t kWorkspaceAlignment = 256;
@@ -116,11 +116,13 @@ bool read_tensor(PyObject *object, int index, afc_tensor *out) {
   return true;
 }
 
+// q, k, v, o, lse, d_o, dlse, dq, dk, dv and, where it is used, o_raw.
 bool read_tensors(PyObject *object, afc_args *args) {
-  afc_tensor *const fields[kTensorCount] = {&args->q,   &args->k,    &args->v,  &args->o,  &args->lse,
-                                            &args->d_o, &args->dlse, &args->dq, &args->dk, &args->dv};
-  if (!check_tuple(object, "tensors", kTensorCount, kTensorCount)) return false;
-  for (int i = 0; i < kTensorCount; ++i) {
+  afc_tensor *const fields[kTensorCount] = {&args->q,    &args->k,  &args->v,  &args->o,  &args->lse,  &args->d_o,
+                                            &args->dlse, &args->dq, &args->dk, &args->dv, &args->o_raw};
+  if (!check_tuple(object, "tensors", kTensorCount - 1, kTensorCount)) return false;
+  const int count = static_cast<int>(PyTuple_GET_SIZE(object));
+  for (int i = 0; i < count; ++i) {
     if (!read_tensor(PyTuple_GET_ITEM(object, i), i, fields[i])) return false;
   }
   return true;

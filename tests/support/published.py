@@ -432,6 +432,34 @@ def qknorm(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Result:
     )
 
 
+# ---- blocks on the output ---------------------------------------------------------------------------------
+
+
+def qwen3_next(
+    q: Tensor, k: Tensor, v: Tensor, qw: Tensor, kw: Tensor, g: Tensor, q_origin: int = 0
+) -> Result:
+    """PyTorch's RMSNorm with one plus the weight, a rotation of a quarter, and the sigmoid of the gates."""
+    width, quarter = (q.shape[-1],), q.shape[-1] // 4
+    q = torch.nn.functional.rms_norm(q, width, 1 + qw.to(q.dtype), 1e-6)
+    k = torch.nn.functional.rms_norm(k, width, 1 + kw.to(q.dtype), 1e-6)
+    q, k = rotary(q, 1e7, q_origin, quarter), rotary(k, 1e7, 0, quarter)
+    o, lse = scaled(q, k, v, lower(q, k, q_origin))
+    return o * torch.sigmoid(g.to(q.dtype)), lse
+
+
+def alphafold(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor, g: Tensor) -> Result:
+    """The pair bias before the softmax, the gates after it."""
+    o, lse = scaled(q, k, v, keep[:, None, None, :], bias)
+    return torch.sigmoid(g.to(q.dtype)) * o, lse
+
+
+def headwise_norm(q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, q_origin: int = 0) -> Result:
+    """PyTorch's RMSNorm of each head's output, times the sigmoid of the gate of its head."""
+    o, lse = scaled(rotary(q, 1e4, q_origin), rotary(k, 1e4), v, lower(q, k, q_origin))
+    o = torch.nn.functional.rms_norm(o, (o.shape[-1],), w.to(q.dtype), 1e-5)
+    return o * torch.sigmoid(g.to(q.dtype))[..., None], lse
+
+
 def llama4_local(q: Tensor, k: Tensor, v: Tensor, size: int) -> Result:
     """Chunk by chunk on the diagonal."""
     ones = [
@@ -793,6 +821,25 @@ PUBLISHED = {
         ),
         Published("vit22b", "vit22b", vit22b, arguments=plain(qw=randn("d"), kw=randn("d")), shape=IMAGE),
         Published("qknorm", "qknorm", qknorm, arguments=plain(g=per_head(1.0, 8.0)), shape=CROSS),
+        Published(
+            "qwen3_next",
+            "qwen3_next",
+            qwen3_next,
+            arguments=with_shift(qw=randn("d"), kw=randn("d"), g=randn("b", "h", "m", "d")),
+        ),
+        Published(
+            "alphafold",
+            "alphafold",
+            alphafold,
+            arguments=plain(bias=randn(1, "h", "m", "n"), keep=real_keys, g=randn("b", "h", "m", "d")),
+            shape=SQUARE,
+        ),
+        Published(
+            "headwise_norm",
+            "headwise_norm",
+            headwise_norm,
+            arguments=with_shift(w=randn("d"), g=randn("b", "h", "m")),
+        ),
         Published("softmax1", "softmax1_lm", with_a_sink(of_its_head, rotated_scores), arguments=shifted),
         Published(
             "learned_sink",

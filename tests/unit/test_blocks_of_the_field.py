@@ -229,7 +229,6 @@ def test_d_is_the_width_in_a_slice() -> None:
 
 # ---- what is outside, by name -----------------------------------------------------------------------------
 
-GATE = "output gate(o, b, h, m, c; g[B, H, M, Dv]: grad) = o * sigmoid(g[b, h, m, c])\n"
 DROPOUT = (
     "weight dropout(p, b, h, m, n; rate: float, seed: int) = "
     "if random(seed, b, h, m, n) < rate then 0.0 else p / (1 - rate)\n"
@@ -238,7 +237,6 @@ DROPOUT = (
 
 PLAIN = "return softmax(causal(scaled_dot_product(q, k))) @ v"
 OUTSIDE = {
-    "gate": (GATE + attention("g[B, H, M, Dv]", "return gate(softmax(dot(q, k)) @ v; g)"), "E0401"),
     "dropout": (
         DROPOUT + attention("rate: float, seed: int", "return dropout(softmax(dot(q, k)); rate, seed) @ v"),
         "E0401",

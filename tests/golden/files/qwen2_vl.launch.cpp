@@ -84,6 +84,9 @@ int check(const afc_args &args, bool backward) {
       return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
     }
   }
+  if (args.o_raw.data != nullptr) {
+    return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
+  }
   for (int n = 0; n < AFC_MAX_CAPTURED; ++n) {
     if (args.grad_captured[n].data != nullptr) {
       return afc_fail(AFC_UNSUPPORTED, "grad_captured[%d]: this module computes no gradient of captured tensors", n);
