@@ -384,7 +384,7 @@ AFC_FN void forward_tile(const afc_args &call, int64_t task, ForwardScratch &t) 
   const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
     afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
-    afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
+    const bool finite = afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
     for (int p = 0; p < panels; ++p) {
       // ---- scores: S^T = K Q^T ----
       afc::multiply(t.s[0], t.k[0], PITCH_QK, t.q[p][0], count, HEAD_QK);
@@ -393,7 +393,7 @@ AFC_FN void forward_tile(const afc_args &call, int64_t task, ForwardScratch &t) 
       afc::online_softmax(t.s[0], count, SCALE_LOG2, t.maximum[p], t.sum[p], t.rescale);
       afc::round_row<Element>(t.s[0], count * LANES);
       // ---- output: O^T = O^T * rescale + V^T P^T ----
-      afc::accumulate(t.o[p][0], t.rescale, t.v[0], PITCH_V, t.s[0], count, PITCH_V);
+      afc::accumulate_tile(t.o[p][0], t.rescale, t.v[0], finite, PITCH_V, t.s[0], count, PITCH_V);
     }
   });
 
@@ -507,7 +507,7 @@ AFC_FN void query_gradient_tile(const afc_args &call, const Workspace &w, int64_
 
   const Run run = afc::run_below(key_run(args, int(first), int(first + rows - 1)), afc::key_count(args, b));
   afc::walk(run, KEY_TILE, [&](int n_first, int count, bool full) {
-    afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
+    const bool finite = afc::load_tile(t.k[0], PITCH_QK, K, n_first, count, HEAD_QK);
     afc::load_tile(t.v[0], PITCH_V, V, n_first, count, HEAD_V);
     for (int p = 0; p < panels; ++p) {
       // ---- scores and weights: S^T = K Q^T, dP^T = V dO^T ----
@@ -516,7 +516,7 @@ AFC_FN void query_gradient_tile(const afc_args &call, const Workspace &w, int64_
       differentiate_keys(t, p, n_first, count, full, item, args);
       afc::round_row<Element>(t.ds[0], count * LANES);
       // ---- dQ^T += K^T dS^T ----
-      afc::accumulate(t.dq[p][0], t.k[0], PITCH_QK, t.ds[0], count, PITCH_QK);
+      afc::accumulate_tile(t.dq[p][0], t.k[0], finite, PITCH_QK, t.ds[0], count, PITCH_QK);
     }
   });
 
@@ -574,8 +574,8 @@ AFC_FN void add_head(const afc_args &args, const Workspace &w, int64_t b, int64_
   const Real *delta = w.delta + (b * args.Hq + h) * args.M;
   const Item item = load_item(args, int(b), int(h));
   afc::walk(run, STREAM_QUERY_TILE, [&](int m_first, int count, bool full) {
-    afc::load_tile(t.q[0], PITCH_QK, Q, m_first, count, HEAD_QK);
-    afc::load_tile(t.d_o[0], PITCH_V, dO, m_first, count, HEAD_V);
+    const bool finite_q = afc::load_tile(t.q[0], PITCH_QK, Q, m_first, count, HEAD_QK);
+    const bool finite_d_o = afc::load_tile(t.d_o[0], PITCH_V, dO, m_first, count, HEAD_V);
     for (int r = 0; r < count; ++r) {
       t.offset[r] = afc::weight_offset(*lse.row(m_first + r));
       t.delta[r] = delta[m_first + r];
@@ -588,8 +588,8 @@ AFC_FN void add_head(const afc_args &args, const Workspace &w, int64_t b, int64_
       afc::round_row<Element>(t.s[0], count * LANES);
       afc::round_row<Element>(t.ds[0], count * LANES);
       // ---- dV^T += dO^T P, dK^T += Q^T dS ----
-      afc::accumulate(t.dv[p][0], t.d_o[0], PITCH_V, t.s[0], count, PITCH_V);
-      afc::accumulate(t.dk[p][0], t.q[0], PITCH_QK, t.ds[0], count, PITCH_QK);
+      afc::accumulate_tile(t.dv[p][0], t.d_o[0], finite_d_o, PITCH_V, t.s[0], count, PITCH_V);
+      afc::accumulate_tile(t.dk[p][0], t.q[0], finite_q, PITCH_QK, t.ds[0], count, PITCH_QK);
     }
   });
 }
