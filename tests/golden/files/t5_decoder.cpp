@@ -548,22 +548,9 @@ AFC_FN void captured_task(const afc_args &args, const Workspace &w, const Shares
     double *copy = shares.copied[k] ? copies + shares.start[k] : nullptr;
     work.sums[read] = {copy, static_cast<Real *>(gradient.data)};
   }
-  const int64_t tiles = afc::ceil_div(args.M, QUERY_TILE);
-  const int64_t ends[3] = {args.B, args.Hq, tiles};
-  int64_t begin[3], end[3], rest = task;
-  for (int axis = 2; axis >= 0; --axis) {
-    const int64_t at = rest % shares.count[axis];
-    rest /= shares.count[axis];
-    begin[axis] = shares.count[axis] > 1 ? at : 0;
-    end[axis] = shares.count[axis] > 1 ? at + 1 : ends[axis];
-  }
-  for (int64_t b = begin[afc::BATCH]; b < end[afc::BATCH]; ++b) {
-    for (int64_t h = begin[afc::HEAD]; h < end[afc::HEAD]; ++h) {
-      for (int64_t tile = begin[afc::TILE]; tile < end[afc::TILE]; ++tile) {
-        captured_tile(args, w, b, h, tile * QUERY_TILE, work);
-      }
-    }
-  }
+  afc::visit_tiles(args, shares, task, afc::ceil_div(args.M, QUERY_TILE), [&](int64_t b, int64_t h, int64_t tile) {
+    captured_tile(args, w, b, h, tile * QUERY_TILE, work);
+  });
 }
 
 union BackwardScratch {
