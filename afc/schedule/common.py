@@ -42,7 +42,16 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
     )
 
 
-def check_softmax(program: Program, name: str) -> None:
+def check_features(program: Program, name: str) -> None:
+    """Raises UsageError E0411 for what only the CPU computes: normalizers other than the plain softmax, row
+    and output blocks, gradients of captured tensors.
+    """
+    _check_softmax(program, name)
+    _check_steps(program, name)
+    _check_captured(program, name)
+
+
+def _check_softmax(program: Program, name: str) -> None:
     """Raises UsageError E0411 for a normalizer that the target cannot run: it has the plain softmax only."""
     normalizer = program.normalizer
     if not normalizer.has_sum or normalizer.extra is not None:
@@ -54,7 +63,7 @@ def check_softmax(program: Program, name: str) -> None:
         )
 
 
-def check_steps(program: Program, name: str) -> None:
+def _check_steps(program: Program, name: str) -> None:
     """Raises UsageError E0411 for a row or output block, which the target does not compute."""
     for step in (*program.q_steps, *program.k_steps):
         if isinstance(step, RowStep):
@@ -71,7 +80,7 @@ def check_steps(program: Program, name: str) -> None:
         )
 
 
-def check_captured(program: Program, name: str) -> None:
+def _check_captured(program: Program, name: str) -> None:
     """Raises UsageError E0411 for a gradient of a captured tensor, which the target does not compute."""
     wanted = [t.name for t in program.tensors if t.grad]
     if wanted:

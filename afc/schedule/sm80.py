@@ -16,10 +16,8 @@ from afc.ir.rotation import dependence
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
 from afc.schedule.common import (
-    check_captured,
+    check_features,
     check_heads,
-    check_softmax,
-    check_steps,
     check_storage,
     items,
     rotation_buffers,
@@ -35,9 +33,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410, E0411."""
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
-    check_softmax(program, "cuda")
-    check_steps(program, "cuda")
-    check_captured(program, "cuda")
+    check_features(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)

@@ -16,10 +16,8 @@ from afc.ir.protocol import TileRange
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
 from afc.schedule.common import (
-    check_captured,
+    check_features,
     check_heads,
-    check_softmax,
-    check_steps,
     check_storage,
     items,
     rotation_buffers,
@@ -37,9 +35,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     """The plan of a program on Hopper. Raises UsageError E0405, E0406, E0409, E0411."""
     check_storage("sm90", storage, sm90.STORAGES)
     check_heads(program, "sm90", sm90.HEAD_MULTIPLE, sm90.HEAD_MAX)
-    check_softmax(program, "sm90")
-    check_steps(program, "sm90")
-    check_captured(program, "sm90")
+    check_features(program, "sm90")
     meaning = semantics(program, storage, "float")
     head = max(meaning.head_qk, meaning.head_v)
     front = next(t for t in sm90.FORWARD if head <= t.head_max)
