@@ -7,7 +7,7 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from afc.expr.evaluate import evaluate
 from afc.ir.masks import Bound, MaskPlan, Run
@@ -58,13 +58,7 @@ def key_runs(
     multiples of it; several runs then share no tile.
     """
     ends = m_first + sizes["q_origin"], m_last + sizes["q_origin"]
-    parts = []
-    for bounds in plan.conjunctions:
-        limits = _Limits(sizes["k_origin"], sizes["N"])
-        for bound in bounds:
-            _limit_keys(limits, bound, ends, sizes)
-        parts.append(limits.run(plan.residual))
-    return merge(parts, grid, sizes["N"])
+    return _runs(plan, ends, "k_origin", "N", _limit_keys, sizes, grid)
 
 
 def query_runs(
@@ -72,13 +66,26 @@ def query_runs(
 ) -> tuple[Run, ...]:
     """Queries for keys n_first..n_last: the transpose of `key_runs`."""
     ends = n_first + sizes["k_origin"], n_last + sizes["k_origin"]
+    return _runs(plan, ends, "q_origin", "M", _limit_queries, sizes, grid)
+
+
+def _runs(
+    plan: MaskPlan,
+    ends: tuple[int, int],
+    origin: str,
+    size: str,
+    limit: Callable[[_Limits, Bound, tuple[int, int], Mapping[str, int]], None],
+    sizes: Mapping[str, int],
+    grid: int,
+) -> tuple[Run, ...]:
+    """Runs of the axis with this origin and size, for positions between `ends` of the other."""
     parts = []
     for bounds in plan.conjunctions:
-        limits = _Limits(sizes["q_origin"], sizes["M"])
+        limits = _Limits(sizes[origin], sizes[size])
         for bound in bounds:
-            _limit_queries(limits, bound, ends, sizes)
+            limit(limits, bound, ends, sizes)
         parts.append(limits.run(plan.residual))
-    return merge(parts, grid, sizes["M"])
+    return merge(parts, grid, sizes[size])
 
 
 def _limit_keys(limits: _Limits, bound: Bound, ends: tuple[int, int], sizes: Mapping[str, int]) -> None:
