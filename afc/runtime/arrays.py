@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from afc.runtime.describe import CAPTURED_DTYPES, DTYPE_CODES, STORAGES
+
 if TYPE_CHECKING:
     from afc.runtime.attention import Attention
     from afc.runtime.describe import EntryInfo
 
 Array = Any  # np.ndarray
 
-STORAGES = ("float64", "float32", "bfloat16", "float16")
-DTYPE_CODES = {"bool": 0, "int32": 1, "int64": 2, "float16": 3, "bfloat16": 4, "float32": 5, "float64": 6}
-CAPTURED_DTYPES = {
-    "float": ("float32", "float16", "bfloat16", "float64"),
-    "int": ("int32", "int64"),
-    "bool": ("bool",),
-}
 HOST_DEVICES = (1, 3, 11)  # DLPack's codes of memory that the CPU reads: kDLCPU, kDLCUDAHost, kDLROCMHost
 WORKSPACE_ALIGNMENT = 256
 

@@ -8,6 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# Dtypes by the names that NumPy and PyTorch share: those of q, k and v, the codes of the call interface, and
+# what captured tensors of a declared type may have.
+STORAGES = ("float64", "float32", "bfloat16", "float16")
+DTYPE_CODES = {"bool": 0, "int32": 1, "int64": 2, "float16": 3, "bfloat16": 4, "float32": 5, "float64": 6}
+CAPTURED_DTYPES = {
+    "float": ("float32", "float16", "bfloat16", "float64"),
+    "int": ("int32", "int64"),
+    "bool": ("bool",),
+}
 ABI_VERSION = 2
 
 Size = int | str | tuple[Any, ...]  # a number, a name, or (operator, operands...)

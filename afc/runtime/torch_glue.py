@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from afc.runtime.describe import EntryInfo
+from afc.runtime.describe import CAPTURED_DTYPES, DTYPE_CODES, STORAGES, EntryInfo
 
 if TYPE_CHECKING:
     from afc.runtime.attention import Attention
@@ -24,25 +24,10 @@ Tensor = torch.Tensor
 # other scalars; and int64 tensors [B] that stand for the first three where batches differ, or nothing.
 Numbers = tuple[list[float], list[Any], list[Tensor | None]]
 
-DTYPE_CODES = {
-    torch.bool: 0,
-    torch.int32: 1,
-    torch.int64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.float32: 5,
-    torch.float64: 6,
-}
-STORAGES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-CAPTURED_DTYPES = {
-    "float": (torch.float32, torch.float16, torch.bfloat16, torch.float64),
-    "int": (torch.int32, torch.int64),
-    "bool": (torch.bool,),
+CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
+STORAGE_OF: dict[torch.dtype, str] = {getattr(torch, name): name for name in STORAGES}
+CAPTURED: dict[str, tuple[torch.dtype, ...]] = {
+    kind: tuple(getattr(torch, name) for name in names) for kind, names in CAPTURED_DTYPES.items()
 }
 NO_KV_LEN = -1
 DETERMINISTIC = 1
@@ -72,8 +57,11 @@ def _view(x: Tensor | None) -> tuple[int, int, int, int, int] | None:
     return (x.data_ptr(), s[0], s[1], s[2], s[3] if len(s) == 4 else 1)
 
 
-def _captured_view(x: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    return (x.data_ptr(), DTYPE_CODES[x.dtype], tuple(x.shape), tuple(x.stride()))
+def _captured_view(x: Tensor, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """x as the kernels see it, expanded to `shape`."""
+    if x.shape != shape:
+        x = x.expand(shape)
+    return (x.data_ptr(), CODES[x.dtype], tuple(x.shape), tuple(x.stride()))
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -169,7 +157,7 @@ class TorchGlue:
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.layout is not torch.strided:
                 raise fail(TypeError, argument, "a strided tensor", str(x.layout))
-            if x.dtype not in STORAGES:
+            if x.dtype not in STORAGE_OF:
                 raise fail(TypeError, argument, "float64, float32, bfloat16 or float16", str(x.dtype))
             if x.dtype != q.dtype:
                 raise fail(TypeError, argument, f"q's dtype {q.dtype}", str(x.dtype))
@@ -185,7 +173,7 @@ class TorchGlue:
                 "bfloat16 or float16 on CUDA (convert with .to(torch.bfloat16), or use autocast)",
                 str(q.dtype),
             )
-        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
+        entry = self.attention.entry(q.device.type, STORAGE_OF[q.dtype], q.shape[3], v.shape[3])
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.stride(3) != 1 and x.shape[3] > 1:
                 raise fail(
@@ -208,8 +196,8 @@ class TorchGlue:
             x = options[info.name]
             if not isinstance(x, Tensor):
                 raise self.attention.fail(TypeError, info.name, "a torch.Tensor", type(x).__name__)
-            if x.dtype not in CAPTURED_DTYPES[info.type]:
-                wanted = " or ".join(str(d).removeprefix("torch.") for d in CAPTURED_DTYPES[info.type])
+            if x.dtype not in CAPTURED[info.type]:
+                wanted = " or ".join(CAPTURED_DTYPES[info.type])
                 raise self.attention.fail(TypeError, info.name, wanted, str(x.dtype))
             if x.device != q.device:
                 raise self.attention.fail(ValueError, info.name, f"q's device {q.device}", str(x.device))
@@ -297,7 +285,7 @@ class TorchGlue:
             if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
                 raise self.attention.fail(TypeError, name, "an int or an int tensor, 0-d or [B]", repr(value))
             return value
-        if value.dtype not in CAPTURED_DTYPES["int"]:
+        if value.dtype not in CAPTURED["int"]:
             raise self.attention.fail(TypeError, name, "an int32 or int64 tensor", str(value.dtype))
         if value.device != q.device:
             raise self.attention.fail(ValueError, name, f"q's device {q.device}", str(value.device))
@@ -343,10 +331,10 @@ class TorchGlue:
         gradient_views: tuple[Any, ...] = ()
         if captured:
             shapes = self.full_shapes(q, k, v, captured, values)
-            captured_views = tuple(_captured_view(x.expand(s)) for x, s in zip(captured, shapes, strict=True))
+            captured_views = tuple(_captured_view(x, s) for x, s in zip(captured, shapes, strict=True))
             infos = self.attention.info.tensors
             gradient_views = tuple(
-                None if x is None or info.grad_is_zero else _captured_view(x.expand(s))
+                None if x is None or info.grad_is_zero else _captured_view(x, s)
                 for info, x, s in zip(infos, gradients, shapes, strict=True)
             )
         workspace_bytes = self.module._afc_workspace(
@@ -389,7 +377,7 @@ class TorchGlue:
         per_batch: list[Tensor | None],
     ) -> tuple[Tensor, ...]:
         """o and LSE and, of an attention with output blocks, o before them."""
-        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
+        entry = self.attention.entry(q.device.type, STORAGE_OF[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
         results = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
@@ -442,7 +430,7 @@ class TorchGlue:
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Gradients; o is the output before the output blocks."""
-        entry = self.attention.entry(q.device.type, STORAGES[q.dtype], q.shape[3], v.shape[3])
+        entry = self.attention.entry(q.device.type, STORAGE_OF[q.dtype], q.shape[3], v.shape[3])
         dq, dk, dv, _ = self.fake_backward(
             d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic, wanted
         )
