@@ -167,11 +167,16 @@ class BackwardContext:
     tile_n: int  # keys
     key_warps: int
     query_warps: int
+    sum_key_warps: int
     column_warps: int
     dq_row_warps: int
+    dq_column_warps: int
     q_stages: int  # 1 or 2
     do_stages: int  # 1 or 2
     min_blocks: int
+    k_in_registers: bool
+    v_in_registers: bool  # d_v <= 2 * tile_m
+    interleaved: bool  # S and dP are computed at once
     section: int
     descending: bool  # False under a causal mask: the first keys are seen by the most queries
     shared_bytes: int

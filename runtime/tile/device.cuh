@@ -46,6 +46,7 @@ AFC_FN afc_tensor contiguous(void *data, int64_t heads, int64_t rows, int column
   return {data, {heads * rows * columns, rows * columns, columns, 1}};
 }
 
-AFC_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+AFC_FN constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+AFC_FN constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 }  // namespace tile

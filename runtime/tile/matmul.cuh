@@ -28,36 +28,47 @@ AFC_FN void multiply_block(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (
   }
 }
 
-// acc (16 ROW_BLOCKS x 8 OCTETS) += A B^T; depth = columns of both tiles. A: column-major blocks, B: row-major blocks.
+// acc (16 ROW_BLOCKS x 8 OCTETS) += A B^T for the depth block `k`, the columns 16 k .. 16 k + 15 of both tiles.
+// A: column-major blocks, B: row-major blocks.
 template <class E, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
-AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
-                          const Blocks<TileB> &b_blocks, uint32_t b_base) {
+AFC_FN void multiply_rows_step(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
+                               const Blocks<TileB> &b_blocks, uint32_t b_base, int k) {
+  uint32_t a[ROW_BLOCKS][4];
 #pragma unroll
-  for (int k = 0; k < TileA::COLUMNS / 16; ++k) {
-    uint32_t a[ROW_BLOCKS][4];
+  for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(a[r], a_blocks.address(a_base, r, k));
 #pragma unroll
-    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(a[r], a_blocks.address(a_base, r, k));
-#pragma unroll
-    for (int c = 0; c < OCTETS / 2; ++c) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
-      multiply_block<E>(acc, a, b, c);
-    }
+  for (int c = 0; c < OCTETS / 2; ++c) {
+    uint32_t b[4];
+    ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
+    multiply_block<E>(acc, a, b, c);
   }
 }
 
 // The same with A in registers: a[depth block][row block].
 template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_rows_step(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
+                               const Blocks<TileB> &b_blocks, uint32_t b_base, int k) {
+#pragma unroll
+  for (int c = 0; c < OCTETS / 2; ++c) {
+    uint32_t b[4];
+    ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
+    multiply_block<E>(acc, a[k], b, c);
+  }
+}
+
+// All depth blocks.
+template <class E, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
+                          const Blocks<TileB> &b_blocks, uint32_t b_base) {
+#pragma unroll
+  for (int k = 0; k < TileA::COLUMNS / 16; ++k) multiply_rows_step<E>(acc, a_blocks, a_base, b_blocks, b_base, k);
+}
+
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
                           const Blocks<TileB> &b_blocks, uint32_t b_base) {
 #pragma unroll
-  for (int k = 0; k < DEPTH_BLOCKS; ++k)
-#pragma unroll
-    for (int c = 0; c < OCTETS / 2; ++c) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, b_blocks.address(b_base, c, k));
-      multiply_block<E>(acc, a[k], b, c);
-    }
+  for (int k = 0; k < DEPTH_BLOCKS; ++k) multiply_rows_step<E>(acc, a, b_blocks, b_base, k);
 }
 
 // acc += A B; depth = rows of B's tile, from the rows that b_blocks starts at. A in registers; B: column-major blocks,
@@ -134,6 +145,33 @@ AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Block
   }
 }
 
+// Of the 16-column blocks 0, 1, ... of a row that warps take in turn, how many are this warp's.
+template <int COLUMNS, int WARPS>
+AFC_FN int column_blocks_of_warp(int warp) {
+  constexpr int BLOCKS = COLUMNS / 16;
+  return BLOCKS % WARPS == 0 ? BLOCKS / WARPS : (BLOCKS - warp + WARPS - 1) / WARPS;
+}
+
+// acc += A B with both in shared memory; A read by rows from a tile of [rows][depth], B by columns from a tile of
+// [depth][columns], of whose column blocks 0, STEP, 2 STEP, ... `column_blocks` are used.
+template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_tiles(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
+                           const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
+#pragma unroll
+  for (int k = 0; k < TileA::COLUMNS / 16; ++k) {
+    uint32_t a[ROW_BLOCKS][4];
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(a[r], a_blocks.address(a_base, r, k));
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      if (c >= column_blocks) break;
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      multiply_block<E>(acc, a, b, c);
+    }
+  }
+}
+
 // Rounds an accumulator into a tile whose rows start at `first_row` for this warp. Column block c of the accumulator is
 // column block first_block + c * step of the tile.
 template <class E, class Tile, int ROW_BLOCKS, int OCTETS>
@@ -144,6 +182,7 @@ AFC_FN void round_to_tile(unsigned char *tile, const float (&acc)[ROW_BLOCKS][OC
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
     for (int c = 0; c < OCTETS; ++c) {
+      if ((first_block + c / 2 * step) * 16 >= Tile::COLUMNS) break;
       const int column = (first_block + c / 2 * step) * 16 + c % 2 * 8 + fragment_column();
       const uint32_t upper = E::pack(acc[r][c][0], acc[r][c][1]), lower = E::pack(acc[r][c][2], acc[r][c][3]);
       *reinterpret_cast<uint32_t *>(tile + Tile::offset(row + r * 16, column)) = upper;
@@ -152,19 +191,21 @@ AFC_FN void round_to_tile(unsigned char *tile, const float (&acc)[ROW_BLOCKS][OC
 }
 
 // Writes an accumulator to float32 rows, `pitch` floats apart; blocks as in round_to_tile.
-template <int ROW_BLOCKS, int OCTETS>
+template <int COLUMNS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void store_floats(float *rows_data, int pitch, const float (&acc)[ROW_BLOCKS][OCTETS][4], int first_row,
                          int first_block, int step) {
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
-    for (int c = 0; c < OCTETS; ++c)
+    for (int c = 0; c < OCTETS; ++c) {
+      if ((first_block + c / 2 * step) * 16 >= COLUMNS) break;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = first_row + r * 16 + e / 2 * 8 + fragment_row();
         const int column = (first_block + c / 2 * step) * 16 + c % 2 * 8 + fragment_column() + e % 2;
         rows_data[row * pitch + column] = acc[r][c][e];
       }
+    }
 }
 
 // Rounds float32 rows and writes them to global memory, 16 bytes at a time.
@@ -177,25 +218,6 @@ AFC_FN void round_rows(const float *rows_data, int pitch, unsigned char *destina
     *reinterpret_cast<uint4 *>(destination + row * stride + chunk * 16) = {
         E::pack(low.x, low.y), E::pack(low.z, low.w), E::pack(high.x, high.y), E::pack(high.z, high.w)};
   }
-}
-
-// Sums the accumulators of `parts` warps, which differ in their `part`, through shared memory; the sum ends up in part
-// 0. `scratch` holds the floats of one part, this lane's from scratch[lane] on. All threads of the CTA must call.
-template <int PARTS, int ROW_BLOCKS, int OCTETS>
-AFC_FN void sum_parts(float (&acc)[ROW_BLOCKS][OCTETS][4], float *scratch, int part) {
-  float *mine = scratch + lane_index();
-#pragma unroll
-  for (int other = 1; other < PARTS; ++other) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ROW_BLOCKS * OCTETS * 4; ++i)
-      if (part == other) mine[i * WARP] = acc[i / (OCTETS * 4)][i / 4 % OCTETS][i % 4];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ROW_BLOCKS * OCTETS * 4; ++i)
-      if (part == 0) acc[i / (OCTETS * 4)][i / 4 % OCTETS][i % 4] += mine[i * WARP];
-  }
-  __syncthreads();
 }
 
 }  // namespace tile

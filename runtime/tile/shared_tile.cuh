@@ -64,16 +64,14 @@ AFC_FN Blocks<Tile> blocks_at(uint32_t row, uint32_t half) {
 // Block order (upper left, lower left, upper right, lower right): operand A read by rows; with .trans, operand B whose
 // depth runs along the rows of the tile (two column octets: registers 0, 1 and 2, 3).
 template <class Tile>
-AFC_FN Blocks<Tile> column_major_blocks(uint32_t first_row) {
-  const uint32_t lane = lane_index();
+AFC_FN Blocks<Tile> column_major_blocks(uint32_t first_row, uint32_t lane = lane_index()) {
   return blocks_at<Tile>(first_row + lane % 16, lane / 16);
 }
 
 // Block order (upper left, upper right, lower left, lower right): operand B whose depth runs along the columns (two row
 // octets: registers 0, 1 and 2, 3); with .trans, operand A read by columns.
 template <class Tile>
-AFC_FN Blocks<Tile> row_major_blocks(uint32_t first_row) {
-  const uint32_t lane = lane_index();
+AFC_FN Blocks<Tile> row_major_blocks(uint32_t first_row, uint32_t lane = lane_index()) {
   return blocks_at<Tile>(first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 

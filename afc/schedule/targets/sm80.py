@@ -35,36 +35,43 @@ class ForwardTile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """Warps of a block: `key_warps` x `query_warps` x `column_warps`."""
+    """Warps of a block: `key_warps` x `query_warps` for scores, `sum_key_warps` x `column_warps` for dK and dV,
+    `dq_row_warps` x the rest for dQ.
+    """
 
     head_max: int
     queries: int
     keys: int
     key_warps: int
     query_warps: int
-    column_warps: int
+    sum_key_warps: int
     dq_row_warps: int
     q_stages: int
     do_stages: int
     min_blocks: int
+    k_in_registers: bool
+    v_in_registers: bool
+    interleaved: bool = False
 
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.key_warps * self.query_warps * self.column_warps
+        return self.key_warps * self.query_warps
+
+    @property
+    def column_warps(self) -> int:
+        """Warps along the columns of dK and dV."""
+        return self.warps // self.sum_key_warps
 
     def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool) -> int:
-        """K, V, stages of Q and dO, dS, row terms; at the end float rows of dK and dV over all of it."""
-        rows = 0
-        if float_rows:
-            rows = 4 * self.keys * max(head_qk + 4, head_v)
-        elif self.query_warps > 1:
-            rows = 4 * self.keys * max(head_qk, head_v)
-        q_and_do = self.queries * (self.q_stages * head_qk + self.do_stages * head_v)
-        inputs = (
-            2 * (self.keys * (head_qk + head_v) + q_and_do + self.queries * self.keys) + 16 * self.queries
-        )
-        return max(rows, inputs)
+        """K, V, stages of Q and dO, P, dS, row terms; at the end dK and dV over all of it."""
+        k, v = 2 * self.keys * head_qk, 2 * self.keys * head_v
+        q_and_do = 2 * self.queries * (self.q_stages * head_qk + self.do_stages * head_v)
+        inputs = k + q_and_do + 4 * self.queries * self.keys + 16 * self.queries
+        if not self.v_in_registers:
+            inputs += v
+        rows = 4 * self.keys * (head_qk + 4) if float_rows else 0
+        return max(inputs, rows, k + v)
 
 
 # First fit by head size. Registers and times of each: docs/notes/sm80.md.
@@ -77,10 +84,10 @@ FORWARD = (
 )
 
 BACKWARD = (
-    BackwardTile(64, 64, 64, 4, 1, 1, 2, 2, 2, 2),
-    BackwardTile(128, 32, 64, 4, 1, 1, 2, 2, 2, 1),
-    BackwardTile(192, 32, 64, 4, 1, 2, 2, 1, 1, 1),
-    BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, 1),
+    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, 2, False, False),
+    BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 2, 1, True, True),
+    BackwardTile(192, 32, 64, 4, 1, 2, 2, 1, 1, 1, False, False),
+    BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, 1, False, False),
 )
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
