@@ -149,15 +149,16 @@ class PreprocessContext:
 
 @dataclass(frozen=True)
 class BackwardContext:
-    """`backward.cu.j2`. Grid: `ceil(N / tile_n) * Hk * B` in x; threads: 32 * the product of the three warps.
+    """`backward.cu.j2`. Grid: `ceil(N / tile_n) * Hk * B` in x; threads: `32 * key_warps * query_warps`.
 
-    d_o must have a unit column stride and 16-byte aligned rows. `tile_n` is a multiple of `16 * key_warps`,
-    `tile_m` of `16 * query_warps` and of `16 * dq_row_warps`, both head sizes of `16 * column_warps`; all
-    warp and block counts are powers of two. `needs_float_rows`: some rotation of k is not `in_registers`.
-    With sum = 4 * tile_n * max(d_qk + 4, d_v) if `needs_float_rows`, else 4 * tile_n * max(d_qk, d_v) if
-    query_warps > 1, else 0:
-    `shared_bytes` = max(sum, 2 * (tile_n * (d_qk + d_v) + tile_m * (q_stages * d_qk + do_stages * d_v)
-    + tile_m * tile_n) + 16 * tile_m).
+    d_o must have a unit column stride and 16-byte aligned rows. The three pairs of warp counts have one
+    product. `tile_n` is a multiple of 16 times each of the key warps, `tile_m` of `16 * query_warps` and of
+    `16 * dq_row_warps`; all warp counts and what is a warp's along the queries are powers of two.
+    `v_in_registers`: V passes through the last 2 * tile_n * d_v bytes before the row terms, which stage 0
+    must leave free. `needs_float_rows`: some rotation of k is not `in_registers`.
+    `shared_bytes` = max(2 * (tile_n * (d_qk + d_v if V stays) + stages * tile_m * (d_qk + d_v))
+    + 4 * tile_m * tile_n + 16 * tile_m, 2 * tile_n * (d_qk + d_v), rows), where rows =
+    4 * tile_n * (d_qk + 4) if `needs_float_rows`, else 0.
     """
 
     name: str
@@ -171,12 +172,10 @@ class BackwardContext:
     column_warps: int
     dq_row_warps: int
     dq_column_warps: int
-    q_stages: int  # 1 or 2
-    do_stages: int  # 1 or 2
+    stages: int  # 1 or 2, of Q and dO
     min_blocks: int
     k_in_registers: bool
-    v_in_registers: bool  # d_v <= 2 * tile_m
-    interleaved: bool  # S and dP are computed at once
+    v_in_registers: bool
     section: int
     descending: bool  # False under a causal mask: the first keys are seen by the most queries
     shared_bytes: int

@@ -144,12 +144,13 @@ def _forward_binding(meaning: Semantics, tile: sm80.ForwardTile) -> Binding:
 
 
 def _backward_binding(meaning: Semantics, tile: sm80.BackwardTile) -> Binding:
+    kept = "registers" if tile.keeps_v(meaning.head_qk, meaning.head_v) else "shared"
     homes = (
-        ("K", "shared"),
-        ("V", "shared"),
+        ("K", "registers, shared" if tile.k_in_registers else "shared"),
+        ("V", kept),
         ("Q", "shared"),
         ("dO", "shared"),
-        ("P", "registers"),
+        ("P", "registers, shared"),
         ("dS", "registers, shared"),
         ("dK", "registers"),
         ("dV", "registers"),
@@ -158,7 +159,7 @@ def _backward_binding(meaning: Semantics, tile: sm80.BackwardTile) -> Binding:
         "sm80",
         homes,
         warps=tile.warps,
-        stages=tile.q_stages,
+        stages=tile.stages,
         min_blocks=tile.min_blocks,
         shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v, float_rows(meaning, tile)),
         section=sm80.section_heads(meaning.head_qk, meaning.head_v),

@@ -35,8 +35,10 @@ class ForwardTile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """Warps of a block: `key_warps` x `query_warps` for scores, `sum_key_warps` x `column_warps` for dK and dV,
-    `dq_row_warps` x the rest for dQ.
+    """Warps of a block: `key_warps` x `query_warps` for scores, `sum_key_warps` x `column_warps` for dK and
+    dV, `dq_row_warps` x the rest for dQ.
+
+    `k_in_registers`, `v_in_registers`: a warp keeps its rows of K or V as operands.
     """
 
     head_max: int
@@ -46,12 +48,10 @@ class BackwardTile:
     query_warps: int
     sum_key_warps: int
     dq_row_warps: int
-    q_stages: int
-    do_stages: int
+    stages: int
     min_blocks: int
     k_in_registers: bool
     v_in_registers: bool
-    interleaved: bool = False
 
     @property
     def warps(self) -> int:
@@ -63,12 +63,17 @@ class BackwardTile:
         """Warps along the columns of dK and dV."""
         return self.warps // self.sum_key_warps
 
+    def keeps_v(self, head_qk: int, head_v: int) -> bool:
+        """Whether V is in registers: it passes through the second stage and the place of P and dS."""
+        later = 2 * (self.stages - 1) * self.queries * (head_qk + head_v) + 4 * self.queries * self.keys
+        return self.v_in_registers and 2 * self.keys * head_v <= later
+
     def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool) -> int:
         """K, V, stages of Q and dO, P, dS, row terms; at the end dK and dV over all of it."""
         k, v = 2 * self.keys * head_qk, 2 * self.keys * head_v
-        q_and_do = 2 * self.queries * (self.q_stages * head_qk + self.do_stages * head_v)
-        inputs = k + q_and_do + 4 * self.queries * self.keys + 16 * self.queries
-        if not self.v_in_registers:
+        stages = 2 * self.stages * self.queries * (head_qk + head_v)
+        inputs = k + stages + 4 * self.queries * self.keys + 16 * self.queries
+        if not self.keeps_v(head_qk, head_v):
             inputs += v
         rows = 4 * self.keys * (head_qk + 4) if float_rows else 0
         return max(inputs, rows, k + v)
@@ -84,10 +89,12 @@ FORWARD = (
 )
 
 BACKWARD = (
-    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, 2, False, False),
-    BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 2, 1, True, True),
-    BackwardTile(192, 32, 64, 4, 1, 2, 2, 1, 1, 1, False, False),
-    BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, 1, False, False),
+    BackwardTile(64, 64, 128, 4, 2, 4, 2, 2, 1, True, True),
+    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
+    BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
+    BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 1, True, True),
+    BackwardTile(192, 32, 64, 4, 2, 2, 2, 1, 1, False, False),
+    BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, False, False),
 )
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16

@@ -27,7 +27,7 @@ enum Kernel {
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"causal_lm_forward", 81920, 128},
     {"causal_lm_preprocess", 0, 256},
-    {"causal_lm_backward", 70144, 128},
+    {"causal_lm_backward", 82432, 256},
     {"causal_lm_postprocess", 16896, 256},
 };
 
@@ -151,7 +151,7 @@ extern "C" int causal_lm_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(CAUSAL_LM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(CAUSAL_LM_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(CAUSAL_LM_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(CAUSAL_LM_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

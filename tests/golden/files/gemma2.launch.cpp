@@ -31,7 +31,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gemma2_forward", 81920, 128},
     {"gemma2_rotate_backward", 0, 256},
     {"gemma2_preprocess", 0, 256},
-    {"gemma2_backward", 70144, 128},
+    {"gemma2_backward", 82432, 256},
     {"gemma2_postprocess", 16896, 256},
 };
 
@@ -165,7 +165,7 @@ extern "C" int gemma2_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(GEMMA2_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(GEMMA2_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(GEMMA2_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(GEMMA2_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

@@ -31,7 +31,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gptj_forward", 81920, 128},
     {"gptj_rotate_backward", 0, 256},
     {"gptj_preprocess", 0, 256},
-    {"gptj_backward", 70144, 128},
+    {"gptj_backward", 82432, 256},
     {"gptj_postprocess", 16896, 256},
 };
 
@@ -165,7 +165,7 @@ extern "C" int gptj_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(GPTJ_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(GPTJ_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(GPTJ_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(GPTJ_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

@@ -31,7 +31,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"llama_forward", 81920, 128},
     {"llama_rotate_backward", 0, 256},
     {"llama_preprocess", 0, 256},
-    {"llama_backward", 70144, 128},
+    {"llama_backward", 82432, 256},
     {"llama_postprocess", 16896, 256},
 };
 
@@ -165,7 +165,7 @@ extern "C" int llama_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(LLAMA_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(LLAMA_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(LLAMA_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(LLAMA_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

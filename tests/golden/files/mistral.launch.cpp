@@ -32,7 +32,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"mistral_forward", 81920, 128},
     {"mistral_rotate_backward", 0, 256},
     {"mistral_preprocess", 0, 256},
-    {"mistral_backward", 70144, 128},
+    {"mistral_backward", 82432, 256},
     {"mistral_postprocess", 16896, 256},
 };
 
@@ -169,7 +169,7 @@ extern "C" int mistral_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(MISTRAL_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(MISTRAL_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(MISTRAL_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(MISTRAL_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

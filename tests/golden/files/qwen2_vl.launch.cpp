@@ -32,7 +32,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"qwen2_vl_forward", 81920, 128},
     {"qwen2_vl_rotate_backward", 0, 256},
     {"qwen2_vl_preprocess", 0, 256},
-    {"qwen2_vl_backward", 70144, 128},
+    {"qwen2_vl_backward", 82432, 256},
     {"qwen2_vl_postprocess", 16896, 256},
 };
 
@@ -166,7 +166,7 @@ extern "C" int qwen2_vl_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(QWEN2_VL_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
-  if (int status = launch(QWEN2_VL_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) {
+  if (int status = launch(QWEN2_VL_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
     return status;
   }
   if (int status = launch(QWEN2_VL_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
