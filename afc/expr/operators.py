@@ -4,7 +4,7 @@
 | column       | meaning |
 |---|---|
 | `arity`      | number of arguments |
-| `types`      | argument rule: `number` (promoted), `float`, `int`, `bool`, `compare`, `select`, `counter` (ints to a float) |
+| `types`      | argument rule: `number` (promoted), `float`, `int`, `bool`, `compare`, `select`, `counter` |
 | `numpy`      | value on NumPy arrays in float64 / int64 |
 | `partials`   | partial derivatives as expressions of the arguments; None: the result is no float |
 | `interval`   | bounds of the value from bounds of the arguments (`afc.expr.interval`) |
@@ -31,8 +31,8 @@ Partials = Callable[[tuple[Expr, ...], Expr], tuple[Expr | None, ...]]
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the table. `text` is a format string over the printed arguments, `{a}` to `{e}`, and the compute
-    type `{real}`.
+    """A row of the table. `text` is a format string over the printed arguments, `{a}` to `{e}`, and over the
+    compute type, `{real}`.
     """
 
     name: str

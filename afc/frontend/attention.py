@@ -676,8 +676,8 @@ class AttentionChecker:
             if parameter.grad and parameter.name in read:
                 self.report.error(
                     "E0403",
-                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a weight block "
-                    "reads is outside what this version compiles",
+                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a weight "
+                    "block reads is outside what this version compiles",
                     node.span,
                     hint="drop `grad`: the tensor is then a constant to autograd",
                 )

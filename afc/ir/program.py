@@ -137,8 +137,8 @@ Transform = Rotation | RowStep
 
 @dataclass(frozen=True)
 class WeightStep(Step):
-    """A linear map of the weight p of an element, after the normalizer: p times `factor`, a formula of b, h, i,
-    j, m, n, sizes, scalars and captured tensors, set by the pass `weights`.
+    """A linear map of the weight p of an element, after the normalizer: p times `factor`, a formula of b, h,
+    i, j, m, n, sizes, scalars and captured tensors, set by the pass `weights`.
     """
 
     factor: Formula | None = field(default=None, kw_only=True)
@@ -235,7 +235,7 @@ class Program:
         return dict(self.constants).get(name)
 
     def map_formulas(self, rule: Callable[[Formula], Formula]) -> Program:
-        """The program with `rule` applied to the formula of every step (and matrix, factor, weight, extra)."""
+        """The program with `rule` applied to the formula of each step (and matrix, factor, weight, extra)."""
 
         def step(s: Step) -> Step:
             return replace(s, formula=rule(s.formula))

@@ -19,11 +19,11 @@ class Kind(Enum):
 
 
 def linear(formula: Formula, names: Iterable[str]) -> Formula | None:
-    """The formula without intermediate values that read one of the names, or None where a result is not linear
-    in them.
+    """The formula without intermediate values that read one of the names, or None where a result is not
+    linear in them.
 
-    Two results would name the derivative of such a value alike. A term without the names has no derivative: it
-    must be refused here, or it would be dropped.
+    Two results would name the derivative of such a value alike. A term without the names has no derivative:
+    it must be refused here, or it would be dropped.
     """
     kinds = dict.fromkeys(names, Kind.LINEAR)
     lets: list[Let] = []

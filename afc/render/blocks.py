@@ -463,8 +463,8 @@ class _Writer:
             )
         if calls:
             self.parts.append(
-                "AFC_FN Real weight_factor(int m, int n, int i, int j, const Item &item, const afc_args &args) "
-                f"{{\n  return {' * '.join(calls)};\n}}"
+                "AFC_FN Real weight_factor(int m, int n, int i, int j, const Item &item, "
+                f"const afc_args &args) {{\n  return {' * '.join(calls)};\n}}"
             )
 
     # ---- gradients of captured tensors --------------------------------------------------------------------

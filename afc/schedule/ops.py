@@ -53,7 +53,7 @@ def _reweigh(x: str, has_weight: bool) -> tuple[TileOp, ...]:
 
 
 def _recompute(has_sum: bool, has_weight: bool) -> tuple[TileOp, ...]:
-    """P and dS of the backward pass, from the saved LSE where there is one. Weight blocks: P as it meets V."""
+    """dS of the backward pass, and P as it meets V, from the saved LSE where there is one."""
     gradient_of_weights = (GRADIENT_OF_WEIGHTS, *_reweigh("dP", has_weight))
     end = (*_reweigh("P", has_weight), *ROUND_BOTH)
     if has_sum:
