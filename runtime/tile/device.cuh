@@ -26,13 +26,6 @@ constexpr int WARP = 32;
 // see through. What is derived from it is computed in the loop, instead of being kept in registers, and spilled.
 AFC_FN uint32_t thread_in_step(int step) { return threadIdx.x + ptx::opaque_zero(step); }
 
-// The same number, of which the compiler knows nothing: what is computed from it is neither shared with what was
-// computed before nor started ahead of this place.
-AFC_FN int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 AFC_FN uint32_t lane_index() { return threadIdx.x % WARP; }
 
 // Uniform over the warp, and known to be by the compiler: addresses built on it stay in uniform registers.

@@ -128,7 +128,7 @@ AFC_FN void apply_weight_blocks(float (&p)[ROW_BLOCKS][KEY_OCTETS][4], int first
     for (int c = 0; c < KEY_OCTETS; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int n = tile::opaque(first_key) + c * 8 + tile::fragment_column() + e % 2;  // one element after the other
+        const int n = ptx::opaque(first_key) + c * 8 + tile::fragment_column() + e % 2;  // one element after the other
         const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
         const float factor = weight_factor(m, n, m + q_origin, n + k_origin, item, args);
         p[r][c][e] = p[r][c][e] == 0.0f ? 0.0f : p[r][c][e] * factor;
@@ -145,7 +145,7 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
   tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
   if constexpr (!FULL) finish_scores(s, first_row, first_key, item, args);
   tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
-  const Item again = load_item(args, tile::opaque(work.batch), tile::opaque(work.head));
+  const Item again = load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head));
   apply_weight_blocks(s, first_row, first_key, again, args);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
@@ -235,9 +235,9 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   const int batch = work_at_end.batch, head = work_at_end.head, first_o = work_at_end.tile * TILE_M;
   tile::store_rows<TileO, THREADS>(shared_memory, tile::row_address(args.o, batch, head, first_o), args.o.stride[2] * 2,
                                    static_cast<int>(args.M) - first_o);
+  const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
   if (args.lse.data != nullptr && threadIdx.x % 4 == 0) {
     float *lse_rows = static_cast<float *>(args.lse.data) + batch * args.lse.stride[0] + head * args.lse.stride[1];
-    const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
@@ -430,7 +430,7 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
         const float x = live ? s[r][c][e] : -tile::INFINITE;
         weight[e] = ptx::exp2_approx(fmaf(x, SCALE_LOG2, -lse));
         s[r][c][e] = weight[e];
-        weight[e] = weight[e] == 0.0f ? 0.0f : weight[e] * weight_factor(tile::opaque(m), n, i, j, item, args);
+        weight[e] = weight[e] == 0.0f ? 0.0f : weight[e] * weight_factor(ptx::opaque(m), n, i, j, item, args);
       }
       p[c / 2][r][c % 2 * 2] = Element::pack(weight[0], weight[1]);
       p[c / 2][r][c % 2 * 2 + 1] = Element::pack(weight[2], weight[3]);
@@ -453,7 +453,7 @@ AFC_FN void score_gradients(uint32_t (&ds)[QUERY_BLOCKS][KEY_BLOCKS][4],
       float x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int m = tile::opaque(first_query) + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
+        const int m = ptx::opaque(first_query) + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
         const float d_weight = dp[r][c][e] * weight_factor(m, n, m + q_origin, n + k_origin, item, args);
         const float product = factor[r][c][e] * (d_weight - (e % 2 == 0 ? two_rows.y : two_rows.w));
         x[e] = factor[r][c][e] != 0.0f ? product : 0.0f;
@@ -582,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
       copy_terms(step + 1, next);
     }
     ptx::cp_async_commit();
-    const Item item = load_item(args, tile::opaque(work.batch), tile::opaque(work.head * group + now.member));
+    const Item item = load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member));
 
     float s[KEY_BLOCKS][QUERY_BLOCKS * 2][4];
     tile::clear(s);
@@ -595,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     tile::clear(dp);
     tile::multiply_rows<Element>(dp, v_rows_blocks, shared + V_OFFSET, do_rows_blocks, do_tile);
     uint32_t ds[QUERY_BLOCKS][KEY_BLOCKS][4];
-    score_gradients<FULL>(ds, s, dp, terms, work.tile * TILE_N + at.key, first_query + at.query, load_item(args, tile::opaque(work.batch), tile::opaque(work.head * group + now.member)), args);
+    score_gradients<FULL>(ds, s, dp, terms, work.tile * TILE_N + at.key, first_query + at.query, load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member)), args);
     if (COLUMN_WARPS == 1 || at.column_warp == 0)
       tile::store_operand<TileDS>(shared_memory + DS_OFFSET, ds, at.key_warp * (KEY_BLOCKS * 16),
                                   at.query_warp * QUERY_BLOCKS);
