@@ -293,6 +293,9 @@ def _program(original: Program, program: Program) -> list[str]:
                 lines.append(f"  {operand} is rotated: {_rotation(step)}")
     lines += _scores(original, program)
     lines += [f"  mask: {step.call} keeps {_formula(step.formula)}" for step in program.masks]
+    for weight in program.weight_steps:
+        assert weight.factor is not None
+        lines.append(f"  weight: {weight.call} multiplies p by {_formula(weight.factor)}")
     lines += [f"  output: {_row(step)}" for step in program.output_steps]
     return lines
 

@@ -107,6 +107,7 @@ RULES: dict[str, Callable[..., Interval]] = {
     "exp": _exp,
     "tanh": lambda a: Interval(-1, 1),
     "sigmoid": lambda a: Interval(0, 1),
+    "random": lambda *counter: Interval(0, 1),
     "sin": lambda a: Interval(-1, 1),
     "cos": lambda a: Interval(-1, 1),
     "to_float": lambda a: a,

@@ -4,7 +4,7 @@
 | column       | meaning |
 |---|---|
 | `arity`      | number of arguments |
-| `types`      | argument rule: `number` (promoted), `float`, `int`, `bool`, `compare`, `select` |
+| `types`      | argument rule: `number` (promoted), `float`, `int`, `bool`, `compare`, `select`, `counter` |
 | `numpy`      | value on NumPy arrays in float64 / int64 |
 | `partials`   | partial derivatives as expressions of the arguments; None: the result is no float |
 | `interval`   | bounds of the value from bounds of the arguments (`afc.expr.interval`) |
@@ -24,13 +24,16 @@ from typing import Any
 import numpy as np
 
 from afc.expr.nodes import Const, Expr, Op, Type, const
+from afc.expr.random import random
 
 Partials = Callable[[tuple[Expr, ...], Expr], tuple[Expr | None, ...]]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the table. `text` is a format string over the printed arguments; `{a}`, `{b}`, `{c}`."""
+    """A row of the table. `text` is a format string over the printed arguments, `{a}` to `{e}`, and over the
+    compute type, `{real}`.
+    """
 
     name: str
     arity: int
@@ -185,11 +188,36 @@ ROWS: tuple[Operator, ...] = (
 # of a number is the number.
 ROW_MEAN = Operator("row_mean", 1, "float", _row_mean, None, "", attn="mean")
 
-OPERATORS: dict[str, Operator] = {row.name: row for row in (*ROWS, ROW_MEAN)}
+# A number in [0, 1) of the element that b, h, m, n name: of ints, so that nothing passes a gradient.
+RANDOM = Operator(
+    "random",
+    5,
+    "counter",
+    random,
+    lambda a, y: (None,) * 5,
+    "{real}(afc::random({a}, {b}, {c}, {d}, {e}))",
+)
+
+OPERATORS: dict[str, Operator] = {row.name: row for row in (*ROWS, ROW_MEAN, RANDOM)}
 
 # Functions a source may call by name; `clamp` is `min(max(x, lo), hi)`.
 FUNCTIONS: frozenset[str] = frozenset(
-    {"max", "min", "abs", "floor", "ceil", "exp", "log", "tanh", "sigmoid", "sin", "cos", "sqrt", "rsqrt"}
+    {
+        "max",
+        "min",
+        "abs",
+        "floor",
+        "ceil",
+        "exp",
+        "log",
+        "tanh",
+        "sigmoid",
+        "sin",
+        "cos",
+        "sqrt",
+        "rsqrt",
+        "random",
+    }
 )
 
 BINARY: dict[str, str] = {
@@ -217,7 +245,7 @@ def result_type(name: str, types: tuple[Type, ...]) -> Type:
         return Type.BOOL
     if name in ("to_int", "ipow") or rule == "int":
         return Type.INT
-    if rule in ("float", "any"):
+    if rule in ("float", "any", "counter"):
         return Type.FLOAT
     values = types[1:] if rule == "select" else types
     if Type.FLOAT in values:

@@ -178,7 +178,7 @@ class Cpp:
         extreme = expr.name in ("max", "min") and not self.mixes
         mixed = extreme and any(map(self._is_wide, expr.args))
         parts = {}
-        for position, (slot, argument) in enumerate(zip("abc", expr.args, strict=False)):
+        for position, (slot, argument) in enumerate(zip("abcde", expr.args, strict=False)):
             text, precedence = self._print(argument)
             strict = position > 0 and expr.name not in ("and", "or")  # a + (b + c) rounds unlike a + b + c
             if infix and (precedence < row.precedence or (strict and precedence == row.precedence)):
@@ -190,4 +190,4 @@ class Cpp:
             parts[slot] = text
         if expr.name == "neg" and parts["a"].startswith("-"):
             parts["a"] = f"({parts['a']})"
-        return row.text.format(**parts), row.precedence
+        return row.text.format(**parts, real=self.real), row.precedence

@@ -57,7 +57,7 @@ def logarithm(formula: Formula) -> Formula:
             return simplify_formula(Formula((Op("log", (result,), Type.FLOAT),), formula.lets))
 
 
-COSTLY = frozenset({"exp", "log", "tanh", "sigmoid", "sin", "cos", "pow", "sqrt", "rsqrt"})
+COSTLY = frozenset({"exp", "log", "tanh", "sigmoid", "sin", "cos", "pow", "sqrt", "rsqrt", "random"})
 
 
 def share_calls(formula: Formula) -> Formula:

@@ -26,7 +26,7 @@ from afc.expr.operators import to_float
 from afc.expr.printer import attn
 from afc.expr.simplify import simplify
 from afc.frontend import ast
-from afc.frontend.blocks import UNSUPPORTED_SLOTS, Blocks, call_text, convertible, new_dimensions, option_type
+from afc.frontend.blocks import Blocks, call_text, convertible, new_dimensions, option_type
 from afc.frontend.normalizers import classify
 from afc.frontend.report import Report, did_you_mean
 from afc.frontend.scalars import Binding, Scope, TensorRef, closed, expression
@@ -43,6 +43,7 @@ from afc.ir.program import (
     Step,
     TensorParam,
     Transform,
+    WeightStep,
 )
 
 RESERVED_OPTIONS = ("q_origin", "k_origin", "kv_len", "return_lse", "deterministic")
@@ -73,10 +74,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Weights:
-    """Normalised scores."""
+    """Normalised scores after some weight blocks."""
 
     scores: Scores
     normalizer: Normalizer
+    steps: tuple[WeightStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class AttentionChecker:
         if result is not None and not isinstance(result, Output):
             self.report.error(
                 "E0131",
-                "an attention returns `normalizer(scores) @ v`, or output blocks of it",
+                "an attention returns `normalizer(scores) @ v`, with weight blocks before `@ v` and output "
+                "blocks behind it",
                 self.declaration.result.span,
             )
         params = self.require_bounds(params)
@@ -174,6 +177,7 @@ class AttentionChecker:
             scores.masks,
             result.weights.normalizer,
             output_steps=result.steps,
+            weight_steps=result.weights.steps,
         )
 
     # ---- signature ----------------------------------------------------------------------------------------
@@ -294,9 +298,6 @@ class AttentionChecker:
         if isinstance(value, ast.Call) and self.kind(value.function) in ("rotate", "row"):
             self.transform(targets, value)
             return
-        if isinstance(value, ast.Call) and self.kind(value.function) in UNSUPPORTED_SLOTS:
-            self.unsupported(value)
-            return
         if len(targets) != 1 or not targets[0].whole:
             if isinstance(value, ast.Call) and self.kind(value.function) is None and value.function != "dot":
                 self.unknown_block(value)
@@ -357,16 +358,6 @@ class AttentionChecker:
             f"unknown block `{node.function}`",
             node.span,
             hint=did_you_mean(node.function, [*blocks, "dot"]),
-        )
-
-    def unsupported(self, node: ast.Call) -> None:
-        kind = self.kind(node.function)
-        assert kind is not None
-        self.report.error(
-            "E0401",
-            f"`{node.function}` is a `{kind}` block ({UNSUPPORTED_SLOTS[kind]}), "
-            "which is outside what this version compiles",
-            node.span,
         )
 
     # ---- rotations ----------------------------------------------------------------------------------------
@@ -579,11 +570,10 @@ class AttentionChecker:
         if declaration is None:
             self.unknown_block(node)
             return None
-        if declaration.kind in UNSUPPORTED_SLOTS:
-            self.unsupported(node)
-            return None
         if declaration.kind == "fn":
             return self.macro(declaration, node, values, names)
+        if declaration.kind == "weight":
+            return self.weight(declaration, node, values, names)
         if declaration.kind == "output":
             return self.output_block(declaration, node, values, names)
         if declaration.kind not in ("score", "mask", "normalizer"):
@@ -650,6 +640,51 @@ class AttentionChecker:
         if declaration.kind == "mask":
             return replace(scores, masks=(*scores.masks, step))
         return replace(scores, steps=(*scores.steps, step))
+
+    def weight(
+        self,
+        declaration: ast.Declaration,
+        node: ast.Call,
+        values: dict[str, Value],
+        names: dict[str, Binding],
+    ) -> Weights | None:
+        """A weight block, between the normalizer and `@ v`. It may not read a learned tensor."""
+        if len(node.args) != 1:
+            self.report.error(
+                "E0106",
+                f"`{declaration.name}` takes the weights, and options after `;`",
+                node.span,
+                hint=f"write `{declaration.name}(softmax(s); ...) @ v`",
+            )
+            return None
+        value = self.value(node.args[0], values, names)
+        options = self.options(declaration, node, names)
+        if value is None or options is None:
+            return None
+        if not isinstance(value, Weights):
+            self.report.error(
+                "E0146",
+                f"`{declaration.name}` applies to a normalizer's result, before `@ v`",
+                node.args[0].span,
+            )
+            return None
+        formula = self.blocks.instantiate(declaration, options, {})
+        if formula is None:
+            return None
+        read = formula_tensors(formula)
+        for parameter in self.declaration.options:
+            if parameter.grad and parameter.name in read:
+                self.report.error(
+                    "E0403",
+                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a weight "
+                    "block reads is outside what this version compiles",
+                    node.span,
+                    hint="drop `grad`: the tensor is then a constant to autograd",
+                )
+                return None
+        call, doc = call_text(declaration, options), declaration.doc
+        step = WeightStep(declaration.name, formula, call, doc, node.span, declaration.span)
+        return replace(value, steps=(*value.steps, step))
 
     def macro(
         self,

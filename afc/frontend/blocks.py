@@ -65,13 +65,10 @@ SLOTS: dict[str, Slot] = {
         (*DIMENSIONS, "D"),
         Type.FLOAT,
     ),
+    "weight": Slot({"p": Type.FLOAT, **_INDICES}, DIMENSIONS, Type.FLOAT),
     "normalizer": Slot(
         {"s": Type.FLOAT, "b": INTEGER, "h": INTEGER, "i": INTEGER, "m": INTEGER}, DIMENSIONS, Type.FLOAT
     ),
-}
-
-UNSUPPORTED_SLOTS = {
-    "weight": "a formula on the weights",
 }
 
 TYPES = {"float": Type.FLOAT, "int": Type.INT, "bool": Type.BOOL}
@@ -119,13 +116,15 @@ class Blocks:
     def __init__(self, declarations: Mapping[str, ast.Declaration], report: Report) -> None:
         self.declarations = declarations
         self.report = report
-        self.functions = {n: d for n, d in declarations.items() if d.kind in ("fn", "mask", "score")}
+        self.functions = {
+            n: d for n, d in declarations.items() if d.kind in ("fn", "mask", "score", "weight")
+        }
         self.runtime_bounds: list[RuntimeBound] = []
         self.reserved: frozenset[str] = frozenset()  # parameters of the attention that is being checked
 
     def check_alone(self, declaration: ast.Declaration) -> None:
         """Check a block without a caller: options are variables of their declared type."""
-        if declaration.kind in UNSUPPORTED_SLOTS or declaration.kind == "attention":
+        if declaration.kind == "attention":
             return
         if declaration.kind == "fn" and self.is_macro(declaration):
             return
@@ -232,7 +231,7 @@ class Blocks:
     def inline(
         self, declaration: ast.Declaration, node: ast.Call, args: list[Expr], scope: Scope
     ) -> Expr | None:
-        """A function, mask or score called inside a formula."""
+        """A function, mask, score or weight block called inside a formula."""
         if scope.depth >= MAX_INLINE_DEPTH:
             self.report.error(
                 "E0117", f"`{declaration.name}` calls itself; recursion has no meaning here", node.span

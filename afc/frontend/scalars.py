@@ -273,8 +273,9 @@ def _builtin(node: ast.Call, args: list[Expr], scope: Scope) -> Expr | None:
             node.span,
         )
         return None
+    numbers = (Type.INT,) if row.types == "counter" else (Type.INT, Type.FLOAT)
     for arg, source in zip(args, node.args, strict=True):
-        if not _require(arg, (Type.INT, Type.FLOAT), f"an argument of `{node.function}`", source.span, scope):
+        if not _require(arg, numbers, f"an argument of `{node.function}`", source.span, scope):
             return None
     if row.types == "float" or len({a.type for a in args}) > 1:
         args = [to_float(a) for a in args]

@@ -44,6 +44,11 @@ def print_program(program: Program) -> str:
         lines.append("    no sum over the keys: the last score is the weight")
     if normalizer.extra is not None:
         lines += ["    adds to the sum", *_formula(normalizer.extra, 6)]
+    for weight in program.weight_steps:
+        if weight.factor is None:
+            lines += _step("weight", weight)
+        else:
+            lines += [f"  weight {weight.call}: p times", *_formula(weight.factor, 4)]
     gradient = program.score_gradient
     if gradient is not None:
         lines.append(f"  score gradient: constant {gradient.constant!r}")

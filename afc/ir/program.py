@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program: one attention, checked, in the author's terms. Passes map Program to Program.
 
-    O = output(normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks) @ v)
+    O = output(weight(normalizer(score_k(... score_1(rotate(q) . rotate(k))), masks)) @ v)
 
 Names that formulas may read: `s` (score), `b, h, i, j, m, n` (indices; i, j are positions), `p, r, c`
 (position, row and pair of a rotation), `x0, x1`, the dimensions `B H Hk M N Dqk Dv D L`, run-time scalars and
@@ -136,6 +136,15 @@ Transform = Rotation | RowStep
 
 
 @dataclass(frozen=True)
+class WeightStep(Step):
+    """A linear map of the weight p of an element, after the normalizer: p times `factor`, a formula of b, h,
+    i, j, m, n, sizes, scalars and captured tensors, set by the pass `weights`.
+    """
+
+    factor: Formula | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
 class Normalizer:
     """Weights of a row: w(s), or w(s) / (sum(w(s)) + extra).
 
@@ -204,6 +213,7 @@ class Program:
     score_gradient: ScoreGradient | None = None
     captured_reads: tuple[CapturedRead, ...] = ()
     output_steps: tuple[RowStep, ...] = ()
+    weight_steps: tuple[WeightStep, ...] = ()
 
     @property
     def tensors(self) -> tuple[TensorParam, ...]:
@@ -225,7 +235,7 @@ class Program:
         return dict(self.constants).get(name)
 
     def map_formulas(self, rule: Callable[[Formula], Formula]) -> Program:
-        """The program with `rule` applied to the formula of every step (and matrix, weight, extra)."""
+        """The program with `rule` applied to the formula of each step (and matrix, factor, weight, extra)."""
 
         def step(s: Step) -> Step:
             return replace(s, formula=rule(s.formula))
@@ -239,6 +249,10 @@ class Program:
             matrix = None if s.matrix is None else rule(s.matrix)
             return replace(s, formula=rule(s.formula), matrix=matrix)
 
+        def weight(s: WeightStep) -> WeightStep:
+            factor = None if s.factor is None else rule(s.factor)
+            return replace(s, formula=rule(s.formula), factor=factor)
+
         extra = self.normalizer.extra
         normalizer = replace(
             self.normalizer, weight=rule(self.normalizer.weight), extra=None if extra is None else rule(extra)
@@ -251,4 +265,5 @@ class Program:
             scores=tuple(map(step, self.scores)),
             masks=tuple(map(step, self.masks)),
             output_steps=tuple(map(row, self.output_steps)),
+            weight_steps=tuple(map(weight, self.weight_steps)),
         )

@@ -14,7 +14,7 @@ from typing import Literal, Union
 
 from afc.expr.nodes import Expr, Formula
 from afc.ir.masks import MaskPlan
-from afc.ir.program import CapturedRead, Rotation, RowRead, RowStep, Step, Transform, learned
+from afc.ir.program import CapturedRead, Rotation, RowRead, RowStep, Step, Transform, WeightStep, learned
 from afc.ir.protocol import Protocol
 
 Kind = Literal[
@@ -103,6 +103,13 @@ class Weights:
     out: str
     x: str
     lse: str
+
+
+@dataclass(frozen=True)
+class Reweigh:
+    """X times the factor of the weight blocks; 0 stays 0, whatever the factor is."""
+
+    x: str
 
 
 @dataclass(frozen=True)
@@ -230,6 +237,7 @@ TileOp = Union[  # noqa: UP007
     Mask,
     OnlineSoftmax,
     Weights,
+    Reweigh,
     ScoreGradient,
     AddCaptured,
     AddCapturedExtra,
@@ -340,6 +348,7 @@ class Semantics:
     log_extra: Formula | None = None  # logarithm of what the normalizer adds to the sum
     captured: tuple[CapturedRead, ...] = ()
     output_steps: tuple[RowStep, ...] = ()
+    weight_steps: tuple[WeightStep, ...] = ()
 
     @property
     def learned(self) -> tuple[str, ...]:

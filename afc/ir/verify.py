@@ -25,6 +25,10 @@ def verify(program: Program, after: str) -> None:
     for step in program.output_steps:
         groups += [(step.block, f, known | names) for f, names in _row_formulas(step, {"m", "i"})]
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]
+    for weight in program.weight_steps:
+        groups.append((weight.block, weight.formula, known | {*INDEX_NAMES, "p"}))
+        if weight.factor is not None:
+            groups.append((weight.block, weight.factor, known | {*INDEX_NAMES}))
     normalizer = program.normalizer
     groups.append((normalizer.block, normalizer.weight, known | indices))
     if normalizer.extra is not None:

@@ -16,6 +16,7 @@ from afc.passes.rotations import matrices
 from afc.passes.rows import rows
 from afc.passes.scores import differentiate, factor, merge_linear, weigh
 from afc.passes.specialise import fold, specialise
+from afc.passes.weights import weights
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Pass:
     run: Callable[[Program], Program]
 
 
-# Order: `weigh` may add the last score step; `matrices`, `rows` and `merge_linear` need folded constants;
+# Order: `weigh` may add the last score step; `matrices`, `rows`, `weights` and `merge_linear` need folded
+# constants;
 # `factor` looks at the last step, so linear steps must have merged first; `differentiate` and `captured` are
 # last because they derive the steps that are emitted.
 PASSES: tuple[Pass, ...] = (
     Pass("fold", fold),
     Pass("matrices", matrices),
     Pass("rows", rows),
+    Pass("weights", weights),
     Pass("weigh", weigh),
     Pass("merge_linear", merge_linear),
     Pass("factor", factor),

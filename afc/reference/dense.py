@@ -8,14 +8,14 @@ gradients 0; a masked element influences nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from afc.expr.evaluate import evaluate_formula
-from afc.ir.program import Program, Rotation, RowStep, Transform
+from afc.ir.program import Program, Rotation, RowStep, Transform, WeightStep
 from afc.reference.captured import add_at, add_extra, add_scores, extra_gradient
 
 Array = Any  # np.ndarray of float64
@@ -235,14 +235,29 @@ def columns(step: Rotation) -> tuple[Array, Array]:
     return first + 2 * pairs, first + 2 * pairs + 1
 
 
+def weight_factor(
+    steps: Iterable[WeightStep], env: Mapping[str, Any], tensors: Mapping[str, Array]
+) -> Array | float:
+    """What the weight blocks multiply the weights of elements by; the passes have been run."""
+    product: Array | float = 1.0
+    for step in steps:
+        assert step.factor is not None
+        product = product * evaluate_formula(step.factor, env, tensors)[0]
+    return product
+
+
 @dataclass(frozen=True)
 class _Trace:
+    """`p`: the normalizer's weights; `factor`: of the weight blocks; `weights`: both, as they meet v."""
+
     q: Array
     k: Array
     s: Array
     x: Array
     keep: Array
     p: Array
+    factor: Array | float
+    weights: Array
     result: Result
 
 
@@ -268,19 +283,24 @@ def _trace(program: Program, call: Call) -> _Trace:
     for step in program.masks:
         keep &= evaluate_formula(step.formula, env, call.tensors)[0]
     x = program.normalizer.factor * x
+    factor = weight_factor(program.weight_steps, env, call.tensors)
     if not program.normalizer.has_sum:
         p = np.where(keep, x, 0.0)
-        return _Trace(q, k, s, x, keep, p, _result(program, call, _gated(p, v), np.zeros(s.shape[:-1])))
+        weights = np.where(p == 0, 0.0, p * factor)
+        result = _result(program, call, _gated(weights, v), np.zeros(s.shape[:-1]))
+        return _Trace(q, k, s, x, keep, p, factor, weights, result)
     masked, extra = np.where(keep, x, -np.inf), _log_extra(program, call)
     maximum = np.maximum(np.max(masked, axis=-1, keepdims=True, initial=-np.inf), extra)
     safe = np.where(np.isneginf(maximum), 0.0, maximum)
-    weights = np.exp(masked - safe)
-    total = weights.sum(-1, keepdims=True) + np.exp(extra - safe)
+    p = np.exp(masked - safe)
+    total = p.sum(-1, keepdims=True) + np.exp(extra - safe)
     live = total > 0
-    p = weights / np.where(live, total, 1.0)
+    p = p / np.where(live, total, 1.0)
+    weights = np.where(p == 0, 0.0, p * factor)
     with np.errstate(divide="ignore"):
         lse = np.where(live, safe + np.log(total), -np.inf)[..., 0]
-    return _Trace(q, k, s, x, keep, p, _result(program, call, _gated(p, v), lse))
+    result = _result(program, call, _gated(weights, v), lse)
+    return _Trace(q, k, s, x, keep, p, factor, weights, result)
 
 
 def _result(program: Program, call: Call, o: Array, lse: Array) -> Result:
@@ -310,7 +330,7 @@ def _gated(weights: Array, values: Array) -> Array:
 def backward(program: Program, call: Call, do: Array, dlse: Array | None = None) -> Gradients:
     """Gradients of sum(do * o) + sum(dlse * lse).
 
-    Source: dS = P (dP - delta + dLSE), delta = rowsum(dO * O).
+    Source: dS = P (f dP - delta + dLSE), delta = rowsum(dO * O), f of the weight blocks.
     """
     t = _trace(program, call)
     group = call.q.shape[1] // max(call.k.shape[1], 1)
@@ -321,7 +341,7 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     delta = (do * t.result.before).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]
-    dp, derivative = do @ v.swapaxes(-1, -2), _score_derivative(program, call, t.s)
+    dp, derivative = do @ v.swapaxes(-1, -2) * t.factor, _score_derivative(program, call, t.s)
     if program.normalizer.has_sum:
         dx = np.where(t.keep & (t.p != 0), t.p * (dp - delta), 0.0)
     else:
@@ -332,7 +352,7 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     dk = _sum_group(ds.swapaxes(-1, -2) @ t.q, group)
     k = call.without_unread(call.k)
     dk = transform_back(dk, k, program.k_steps, call, call.k_origin, gradients=captured)
-    return Gradients(dq, dk, _sum_group(t.p.swapaxes(-1, -2) @ do, group), captured)
+    return Gradients(dq, dk, _sum_group(t.weights.swapaxes(-1, -2) @ do, group), captured)
 
 
 def output_back(

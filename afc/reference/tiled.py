@@ -28,6 +28,7 @@ from afc.ir.tiled import (
     OnlineSoftmax,
     Outputs,
     OutputsBack,
+    Reweigh,
     RotateBack,
     Round,
     RowDot,
@@ -43,7 +44,7 @@ from afc.ir.tiled import (
 )
 from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
 from afc.reference.captured import add_extra, add_scores, extra_gradient
-from afc.reference.dense import Call, Gradients, Result, output_back, transform, transform_back
+from afc.reference.dense import Call, Gradients, Result, output_back, transform, transform_back, weight_factor
 from afc.reference.rounding import to_storage
 
 Array = Any
@@ -224,6 +225,9 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
                 np.isneginf(tiles[lse]), np.inf, tiles[lse]
             )
             tiles[out] = np.exp(np.where(np.isnan(exponent), -np.inf, exponent))
+        case Reweigh(x=x):
+            factor = weight_factor(semantics.weight_steps, _env(work, memory), memory.call.tensors)
+            tiles[x] = np.where(tiles[x] == 0, 0.0, tiles[x] * factor)
         case ScoreGradient(out=out, p=p, dp=dp, delta=delta, s=s):
             derivative = _score_gradient(tiles[s], work, memory)
             if delta is None:

@@ -5,6 +5,7 @@ target.
     struct Item, load_item          terms that depend on neither row nor column
     score, score_gradient           the score steps and their derivative
     log_extra                       logarithm of what the normalizer adds to the sum
+    weight_factor                   what the weight blocks multiply the weight of an element by
     captured_gradients, captured_offset_<n>
                                     what an element adds to the gradients of captured tensors, and where
     captured_extra_gradients        the same for a row's extra term
@@ -150,6 +151,7 @@ TAKEN = frozenset(
         "score_gradient",
         "keep",
         "log_extra",
+        "weight_factor",
         "keep_box",
         "key_run",
         "query_run",
@@ -245,6 +247,7 @@ class BlockText:
     q_rows: tuple[RowText, ...] = ()
     k_rows: tuple[RowText, ...] = ()
     outputs: tuple[RowText, ...] = ()
+    has_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ class _Writer:
         self._item()
         self._score()
         self._extra()
+        self._weight()
         captured = self._captured()
         self._mask()
         self._runs()
@@ -310,6 +314,7 @@ class _Writer:
             rows[0],
             rows[1],
             tuple(outputs),
+            bool(self.semantics.weight_steps),
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -322,6 +327,7 @@ class _Writer:
             *gradients,
             *((extra,) if extra is not None else ()),
             *(f for r in self.program.captured_reads for f in (r.coefficient, Formula(r.load.indices))),
+            *(s.factor for s in self.semantics.weight_steps if s.factor is not None),
             *(s.formula for s in self.program.masks),
         ]
 
@@ -446,6 +452,20 @@ class _Writer:
             "AFC_FN Real log_extra(int m, int i, const Item &item, const afc_args &args) {\n"
             f"  return {call};\n}}"
         )
+
+    def _weight(self) -> None:
+        calls = []
+        for step in self.semantics.weight_steps:
+            assert step.factor is not None
+            note = f"What {step.block} multiplies the weight p by."
+            calls.append(
+                self._function(self._name(step.block), step, step.factor, "Real", takes_s=False, note=note)
+            )
+        if calls:
+            self.parts.append(
+                "AFC_FN Real weight_factor(int m, int n, int i, int j, const Item &item, "
+                f"const afc_args &args) {{\n  return {' * '.join(calls)};\n}}"
+            )
 
     # ---- gradients of captured tensors --------------------------------------------------------------------
 

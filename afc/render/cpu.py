@@ -93,6 +93,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         has_score_gradient=blocks.has_score_gradient,
         has_mask=blocks.has_mask,
         has_extra=blocks.has_extra,
+        has_weight=blocks.has_weight,
         pointwise=not s.has_sum,
         rotated=tuple(r for r in rotated if r is not None),
         buffers=buffers,

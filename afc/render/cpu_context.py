@@ -208,8 +208,8 @@ class CpuContext:
     Numbers, as C++ literals of type Real:
       scale_log2, softmax_scale (positive), gradient_scale
     Features:
-      has_score, has_score_gradient, has_mask, has_extra
-                  which of score, score_gradient, keep, log_extra exist in `blocks`
+      has_score, has_score_gradient, has_mask, has_extra, has_weight
+                  which of score, score_gradient, keep, log_extra, weight_factor exist in `blocks`
       pointwise   the score is the weight: no sum over the keys, LSE or delta; never with `has_extra`
       rotated     rotated operands, q before k; may be empty
       buffers     parts of the workspace
@@ -247,6 +247,7 @@ class CpuContext:
     has_score_gradient: bool
     has_mask: bool
     has_extra: bool
+    has_weight: bool
     pointwise: bool
     rotated: tuple[CpuRotated, ...]
     buffers: tuple[CpuBuffer, ...]

@@ -44,8 +44,8 @@ class _Unit:
         self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA)
         self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
         head = max(self.semantics.head_qk, self.semantics.head_v)
-        self.front = next(t for t in sm80.FORWARD if head <= t.head_max)
-        self.back = next(t for t in sm80.BACKWARD if head <= t.head_max)
+        self.front = sm80.forward_tile(head, bool(self.semantics.weight_steps))
+        self.back = sm80.backward_tile(head, bool(self.semantics.weight_steps))
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
@@ -174,6 +174,7 @@ class _Unit:
             scale_log2=_f(s.softmax_scale * LOG2_E),
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
+            has_weight=self.blocks.has_weight,
             alternatives=len(s.mask.alternatives),
             scores_finite=s.scores_finite,
             q_rotations=self.q_rotations,
@@ -217,6 +218,7 @@ class _Unit:
             has_score=self.blocks.has_score,
             has_score_gradient=self.blocks.has_score_gradient,
             has_mask=self.blocks.has_mask,
+            has_weight=self.blocks.has_weight,
             alternatives=len(s.mask.alternatives),
             scores_finite=s.scores_finite,
             q_buffer=self.buffer.get("q_rotated"),

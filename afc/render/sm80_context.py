@@ -89,6 +89,7 @@ class ForwardContext:
     scale_log2: str
     has_score: bool
     has_mask: bool
+    has_weight: bool
     alternatives: int  # runs that key_run merges; 0: it gives one run
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
@@ -184,6 +185,7 @@ class BackwardContext:
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
+    has_weight: bool
     alternatives: int
     scores_finite: bool
     q_buffer: int | None  # rotated queries, or None: args.q

@@ -82,7 +82,8 @@ def _blocks(program: Program) -> list[str]:
     normalizer = program.normalizer.call
     if not program.normalizer.has_sum and scores[-1:] == [normalizer]:
         scores.pop()  # the weight is the last score step
-    return [*rows, *scores, *(s.call for s in program.masks), normalizer]
+    weights = [s.call for s in program.weight_steps]
+    return [*rows, *scores, *(s.call for s in program.masks), normalizer, *weights]
 
 
 def _param(param: object) -> str:

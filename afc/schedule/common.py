@@ -39,6 +39,7 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
         None if program.normalizer.extra is None else logarithm(program.normalizer.extra),
         program.captured_reads,
         program.output_steps,
+        program.weight_steps,
     )
 
 

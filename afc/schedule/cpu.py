@@ -36,8 +36,10 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     rotate = (launch(ops.rotate(f"{prefix}_rotate", tiles.rows)),) if rotates else ()
     first = (f"{prefix}_rotate",) if rotates else ()
     has_sum = meaning.has_sum
-    has_output = bool(meaning.output_steps)
-    main = ops.forward(f"{prefix}_forward", tiles.rows, has_sum=has_sum, has_output=has_output)
+    has_output, has_weight = bool(meaning.output_steps), bool(meaning.weight_steps)
+    main = ops.forward(
+        f"{prefix}_forward", tiles.rows, has_sum=has_sum, has_output=has_output, has_weight=has_weight
+    )
     forward = (*rotate, launch(main, *first))
     output = (launch(ops.output(f"{prefix}_output", tiles.rows, has_sum)),) if has_output else ()
     after_output = (f"{prefix}_output",) if has_output else ()
@@ -45,11 +47,11 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     delta = ops.preprocess(f"{prefix}_preprocess", tiles.rows)
     preprocess = (launch(delta, *after_output),) if has_sum else ()
     before = (*first, f"{prefix}_preprocess") if has_sum else (*first, *after_output)
-    dq = ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale, has_sum)
-    dkv = ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, False, has_sum)
+    dq = ops.backward_queries(f"{prefix}_backward_queries", tiles.rows, scale, has_sum, has_weight)
+    dkv = ops.backward_keys(f"{prefix}_backward_keys", tiles.keys, scale, False, has_sum, has_weight)
     backward = (*rotate, *output, *preprocess, launch(dq, *before), launch(dkv, *before))
     if meaning.captured:
-        captured = ops.captured(f"{prefix}_captured", tiles.rows, meaning.captured, has_sum)
+        captured = ops.captured(f"{prefix}_captured", tiles.rows, meaning.captured, has_sum, has_weight)
         backward = (*backward, launch(captured, *before))
     if meaning.output_reads:
         backward = (*backward, launch(ops.output_captured(f"{prefix}_output_captured", tiles.rows)))

@@ -22,6 +22,7 @@ from afc.ir.tiled import (
     OnlineSoftmax,
     Outputs,
     OutputsBack,
+    Reweigh,
     RotateBack,
     Round,
     RowDot,
@@ -46,13 +47,20 @@ ROUND_BOTH = (Round("P"), Round("dS"))
 GRADIENT_OF_WEIGHTS = Matmul("dP", "dO", "V", transpose_b=True)
 
 
-def _recompute(has_sum: bool) -> tuple[TileOp, ...]:
-    """P and dS of the backward pass, from the saved LSE where there is one."""
+def _reweigh(x: str, has_weight: bool) -> tuple[TileOp, ...]:
+    """The weight blocks on P, or their derivative on dP."""
+    return (Reweigh(x),) if has_weight else ()
+
+
+def _recompute(has_sum: bool, has_weight: bool) -> tuple[TileOp, ...]:
+    """dS of the backward pass, and P as it meets V, from the saved LSE where there is one."""
+    gradient_of_weights = (GRADIENT_OF_WEIGHTS, *_reweigh("dP", has_weight))
+    end = (*_reweigh("P", has_weight), *ROUND_BOTH)
     if has_sum:
         gradient = ScoreGradient("dS", "P", "dP", "delta", "S")
-        return (*SCORES, Weights("P", "X", "LSE"), GRADIENT_OF_WEIGHTS, gradient, *ROUND_BOTH)
+        return (*SCORES, Weights("P", "X", "LSE"), *gradient_of_weights, gradient, *end)
     pointwise = ScoreGradient("dS", "P", "dP", None, "S")
-    return (*WEIGHTS, GRADIENT_OF_WEIGHTS, pointwise, Mask("dS", 0.0), *ROUND_BOTH)
+    return (*WEIGHTS, *gradient_of_weights, pointwise, Mask("dS", 0.0), *end)
 
 
 def _rows(has_sum: bool) -> tuple[TileOp, ...]:
@@ -70,10 +78,12 @@ def forward(
     form: Literal["exact", "stale", "watched"] = "exact",
     has_sum: bool = True,
     has_output: bool = False,
+    has_weight: bool = False,
 ) -> TiledKernel:
     """O and LSE of a tile of queries; `form` of the softmax in full tiles.
 
     Without a sum over the keys there is no LSE. `has_output`: output blocks turn O into Y; both are stored.
+    `has_weight`: weight blocks change P once the sum has it.
     """
     weights: tuple[TileOp, ...] = WEIGHTS
     epilogue: tuple[TileOp, ...] = (Round("O"), Store("O", "o"))
@@ -90,7 +100,13 @@ def forward(
         "longest first",
         prologue=(Load("Q", "q"),),
         walk=Walk("keys"),
-        body=(*KEYS, *weights, Round("P"), Matmul("O", "P", "V", accumulate=True)),
+        body=(
+            *KEYS,
+            *weights,
+            *_reweigh("P", has_weight),
+            Round("P"),
+            Matmul("O", "P", "V", accumulate=True),
+        ),
         epilogue=epilogue,
     )
 
@@ -125,7 +141,9 @@ def preprocess(name: str, tile: Tile) -> TiledKernel:
     )
 
 
-def backward_queries(name: str, tile: Tile, gradient_scale: float, has_sum: bool = True) -> TiledKernel:
+def backward_queries(
+    name: str, tile: Tile, gradient_scale: float, has_sum: bool = True, has_weight: bool = False
+) -> TiledKernel:
     """dQ of a tile of queries: walks the keys, so nothing is added across work items."""
     return TiledKernel(
         name,
@@ -135,13 +153,18 @@ def backward_queries(name: str, tile: Tile, gradient_scale: float, has_sum: bool
         "longest first",
         prologue=_rows(has_sum),
         walk=Walk("keys"),
-        body=(*KEYS, *_recompute(has_sum), Matmul("dQ", "dS", "K", accumulate=True)),
+        body=(*KEYS, *_recompute(has_sum, has_weight), Matmul("dQ", "dS", "K", accumulate=True)),
         epilogue=(Scale("dQ", gradient_scale), RotateBack("dQ", "q"), Round("dQ"), Store("dQ", "dq")),
     )
 
 
 def backward_keys(
-    name: str, tile: Tile, gradient_scale: float, add_dq: bool, has_sum: bool = True
+    name: str,
+    tile: Tile,
+    gradient_scale: float,
+    add_dq: bool,
+    has_sum: bool = True,
+    has_weight: bool = False,
 ) -> TiledKernel:
     """dK and dV of a tile of keys: walks the queries of every head of the group.
 
@@ -158,7 +181,7 @@ def backward_keys(
         walk=Walk("queries", over_group=True),
         body=(
             *_rows(has_sum),
-            *_recompute(has_sum),
+            *_recompute(has_sum, has_weight),
             Matmul("dV", "P", "dO", transpose_a=True, accumulate=True),
             Matmul("dK", "dS", "Q", transpose_a=True, accumulate=True),
             *dq,
@@ -174,7 +197,9 @@ def backward_keys(
     )
 
 
-def captured(name: str, tile: Tile, reads: Sequence[CapturedRead], has_sum: bool = True) -> TiledKernel:
+def captured(
+    name: str, tile: Tile, reads: Sequence[CapturedRead], has_sum: bool = True, has_weight: bool = False
+) -> TiledKernel:
     """Gradients of captured tensors: of each tile of queries, all keys. Reads of the extra term alone need no
     scores.
     """
@@ -184,11 +209,12 @@ def captured(name: str, tile: Tile, reads: Sequence[CapturedRead], has_sum: bool
     if all(r.step is None for r in reads):
         rows = (Load("LSE", "lse"), Load("delta", "delta"))
         return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), extra)
+    gradient = (GRADIENT_OF_WEIGHTS, *_reweigh("dP", has_weight))
     if has_sum:
-        weights = (*SCORES, Weights("P", "X", "LSE"), GRADIENT_OF_WEIGHTS)
+        weights = (*SCORES, Weights("P", "X", "LSE"), *gradient)
         add = AddCaptured("P", "dP", "delta", "S")
     else:
-        weights = (*WEIGHTS, GRADIENT_OF_WEIGHTS, Mask("dP", 0.0))
+        weights = (*WEIGHTS, *gradient, Mask("dP", 0.0))
         add = AddCaptured("P", "dP", None, "S")
     body = (*KEYS, *weights, add)
     return TiledKernel(name, "captured", "queries", tile, "any", _rows(has_sum), Walk("keys"), body, extra)

@@ -38,15 +38,18 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
     head = max(meaning.head_qk, meaning.head_v)
-    front = next(t for t in sm80.FORWARD if head <= t.head_max)
-    back = next(t for t in sm80.BACKWARD if head <= t.head_max)
-    scale, prefix = meaning.gradient_scale, program.name
+    _check_weights(program, head)
+    front = sm80.forward_tile(head, bool(meaning.weight_steps))
+    back = sm80.backward_tile(head, bool(meaning.weight_steps))
+    scale, prefix, has_weight = meaning.gradient_scale, program.name, bool(meaning.weight_steps)
     forward = replace(
-        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys)),
+        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys), has_weight=has_weight),
         binding=_forward_binding(meaning, front),
     )
     backward = replace(
-        ops.backward_keys(f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True),
+        ops.backward_keys(
+            f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True, has_weight=has_weight
+        ),
         binding=_backward_binding(meaning, back),
     )
     pre = _row_kernel(
@@ -76,6 +79,17 @@ def plan(program: Program, storage: str) -> LaunchPlan:
         ),
         buffers=_buffers(meaning),
     )
+
+
+def _check_weights(program: Program, head: int) -> None:
+    """Raises UsageError E0411 for a weight block on heads wider than the kernels have registers for."""
+    if program.weight_steps and head > sm80.HEAD_MAX_WEIGHTED:
+        raise UsageError.of(
+            "E0411",
+            f"weight block `{program.weight_steps[0].call}` of `{program.name}`: target `cuda` computes it "
+            f"for heads up to {sm80.HEAD_MAX_WEIGHTED}, not {head}",
+            hint="build for the CPU with `--backend cpu`, or use narrower heads",
+        )
 
 
 def _over_queries(kernel: TiledKernel, *after: Launch) -> Launch:

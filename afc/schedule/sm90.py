@@ -40,14 +40,18 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     head = max(meaning.head_qk, meaning.head_v)
     front = next(t for t in sm90.FORWARD if head <= t.head_max)
     back = next(t for t in sm90.BACKWARD if head <= t.head_max)
-    scale, prefix = meaning.gradient_scale, program.name
+    scale, prefix, has_weight = meaning.gradient_scale, program.name, bool(meaning.weight_steps)
     rotate = _rotate(prefix, meaning)
     forward = replace(
-        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys), front.softmax),
+        ops.forward(
+            f"{prefix}_forward", Tile(front.queries, front.keys), front.softmax, has_weight=has_weight
+        ),
         binding=_forward_binding(meaning, front),
     )
     backward = replace(
-        ops.backward_keys(f"{prefix}_backward", Tile(back.queries, 128), scale, add_dq=True),
+        ops.backward_keys(
+            f"{prefix}_backward", Tile(back.queries, 128), scale, add_dq=True, has_weight=has_weight
+        ),
         binding=_backward_binding(meaning, back),
     )
     pre = ops.preprocess(f"{prefix}_preprocess", Tile(ROW_TILE, 0))

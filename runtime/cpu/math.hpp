@@ -16,7 +16,7 @@
 #include <limits>
 #include <type_traits>
 
-#define AFC_FN static inline
+#include "abi/afc_random.h"
 
 namespace afc {
 

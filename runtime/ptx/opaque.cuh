@@ -11,4 +11,11 @@ __device__ __forceinline__ uint32_t opaque_zero(int number) {
   return zero;
 }
 
+// The same number, of which the compiler knows nothing: what is computed from it is neither shared with what was
+// computed before nor started ahead of this place.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 }  // namespace ptx

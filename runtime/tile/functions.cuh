@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "abi/afc_random.h"
 #include "device.cuh"
 #include "ptx/math.cuh"
 

@@ -321,7 +321,6 @@ def test_the_call_interface_names_the_field(single: ModuleType) -> None:
         ("output f(o) = o * 2.0\nattention a(q, k, v) = causal(f(softmax(dot(q, k)) @ v))", "E0146"),
         ("attention a(q, k, v; w[Dqk]) = output_norm(softmax(dot(q, k)) @ v; w)", "E0201"),
         ("attention a(q, k, v; o: float) = softmax(scale(dot(q, k); scale = o)) @ v", "E0132"),
-        ("weight f(p) = p * p\nattention a(q, k, v) = f(softmax(dot(q, k))) @ v", "E0401"),
     ],
 )
 def test_what_an_output_block_cannot_do(text: str, code: str, tmp_path: Path) -> None:

@@ -92,6 +92,17 @@ class Author:
             f"{a} * {self.number()} ** (-c)",
         )
 
+    def weight(self) -> str:
+        """Linear in p."""
+        c = self.random.randrange(1, 9)
+        return self.pick(
+            f"p * ({self.number()} + spin[h])",
+            f"if {self.condition(1)} then p / {self.number()} else -p",
+            f"p * exp(-abs(i - j) * 0.1) + (if flags[b, n] then p else 0.0) * {self.number()}",
+            f"if random({c}, b, h, m // {c}, n) < 0.5 then p else 0.0",
+            f"-(p * (i - j)) / {c}",
+        )
+
     def rotations(self, index: int) -> list[str]:
         """Rotations and row blocks in any order, some of them declared by `program`."""
         known = self.pick("", "q, k = rope(q, k)", "q[:8], k[:8] = rope(q[:8], k[:8]; base = 100.0)")
@@ -117,6 +128,9 @@ class Author:
             self.formula(self.random.randrange(1, 4)),
             self.condition(self.random.randrange(3)),
         )
+        weights = self.pick(*NORMALIZERS).format(scores)
+        weights = self.pick(weights, f"dropout({weights}; rate = 0.3, seed = {self.random.randrange(99)})")
+        weights = self.pick(weights, f"weight_{index}({weights}; flags, spin)")
         parts = [
             f"score score_{index}(s, b, h, i, j, m; t[H]: grad, u[B, M]: grad) = {formula}",
             f"mask mask_{index}(b, h, i, j, n; flags[B, N]: bool) = {condition}",
@@ -130,10 +144,11 @@ class Author:
             f"    far = x - mean(x) * {self.number()}",
             f"    return tanh(far) * w[h, c] + x / ({self.number()} + 3.0 + mean(far * far))",
             "}",
+            f"weight weight_{index}(p, b, h, i, j, m, n; flags[B, N]: bool, spin[H]) = {self.weight()}",
             f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool, "
             "spin[H], qturns[1|B, 2*M], kturns[1|B, 2*N], weights[H, Dqk]: grad) {",
             *(f"    {line}" for line in self.rotations(index)),
-            f"    return {self.pick(*NORMALIZERS).format(scores)} @ v",
+            f"    return {weights} @ v",
             "}",
         ]
         return "\n".join(parts) + "\n"

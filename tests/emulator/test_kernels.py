@@ -21,6 +21,7 @@ from afc.runtime.loading import import_module  # noqa: E402
 from tests import emulator  # noqa: E402
 from tests.support.checks import EXAMPLES, compare, failures, inputs  # noqa: E402
 from tests.support.dense import VARIANTS  # noqa: E402
+from tests.support.published import PUBLISHED, Shape  # noqa: E402
 
 
 def check(
@@ -59,6 +60,18 @@ def test_head_sizes_differ() -> None:
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
 def test_layouts(layout: str) -> None:
     check("llama", "bfloat16", 64, 2, 4, 2, 67, 67, layout=layout)
+
+
+@pytest.mark.parametrize("name", ["bert", "dropkey"])
+def test_random_numbers_are_those_of_the_reference(name: str) -> None:
+    """In rows and keys beyond the tensor, in a group of heads, and with the smaller tile of wide heads."""
+    for d, m, n in ((64, 70, 130), (128, 37, 70)):
+        variant = PUBLISHED[name]
+        module = emulator.load(EXAMPLES / f"{name}.attn", D=d, dtype="bfloat16")
+        q, k, v = inputs(2, 4, 2, m, n, d, d, torch.bfloat16)
+        extras = variant.arguments(Shape(m=m, n=n, d=d))
+        bad = failures(compare(getattr(module, variant.attention), variant, q, k, v, extras))
+        assert not bad, f"{name} D{d} M{m} N{n}: (error, allowed) {bad}"
 
 
 # ---- what the emulator must find ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.support.counter import uniform_scores
 from tests.support.dense import Variant, rotary, softmax_attention
 
 Tensor = torch.Tensor
@@ -496,6 +497,20 @@ def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Result:
     return scaled(q, k, v, keep[:, None, None, :])
 
 
+def bert(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, rate: float, seed: int) -> Result:
+    """The weights themselves, as the attention to the rows of a unit matrix; then dropout by hand."""
+    b, h, n = q.shape[0], q.shape[1], k.shape[2]
+    weights, lse = padded(q, k, torch.eye(n, dtype=q.dtype).expand(b, k.shape[1], n, n), keep)
+    dropped = uniform_scores(seed, b, h, q.shape[2], n) < rate
+    weights = weights.masked_fill(dropped, 0.0) * (1 / (1 - rate))
+    return weights @ v.repeat_interleave(h // v.shape[1], 1), lse
+
+
+def dropkey(q: Tensor, k: Tensor, v: Tensor, rate: float, seed: int) -> Result:
+    b, h, m = q.shape[:3]
+    return scaled(q, k, v, uniform_scores(seed, b, h, m, k.shape[2]) >= rate)
+
+
 def ragged(q: Tensor, k: Tensor, v: Tensor, len: Tensor, q_origin: int = 0) -> Result:
     keep = lower(q, k, q_origin).repeat(q.shape[0], 1, 1)
     for batch, length in enumerate(len.tolist()):
@@ -799,6 +814,16 @@ PUBLISHED = {
             shape=SQUARE,
         ),
         Published("tree", "tree_verify", tree, arguments=plain(up=ancestors), shape=Shape(m=23, n=83)),
+        Published(
+            "bert",
+            "bert",
+            bert,
+            arguments=plain(keep=real_keys, rate=value(0.1), seed=value(1234)),
+            shape=SQUARE,
+        ),
+        Published(
+            "dropkey", "dropkey", dropkey, arguments=plain(rate=value(0.3), seed=value(7)), shape=IMAGE
+        ),
         Published("cross", "cross", padded, arguments=plain(keep=real_keys), shape=CROSS),
         Published(
             "ragged",

@@ -227,29 +227,6 @@ def test_d_is_the_width_in_a_slice() -> None:
     assert a == b
 
 
-# ---- what is outside, by name -----------------------------------------------------------------------------
-
-DROPOUT = (
-    "weight dropout(p, b, h, m, n; rate: float, seed: int) = "
-    "if random(seed, b, h, m, n) < rate then 0.0 else p / (1 - rate)\n"
-)
-
-
-PLAIN = "return softmax(causal(scaled_dot_product(q, k))) @ v"
-OUTSIDE = {
-    "dropout": (
-        DROPOUT + attention("rate: float, seed: int", "return dropout(softmax(dot(q, k)); rate, seed) @ v"),
-        "E0401",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_what_is_outside_is_refused_by_name(name: str) -> None:
-    text, code = OUTSIDE[name]
-    assert set(codes(text)) == {code}
-
-
 # ---- the prelude ------------------------------------------------------------------------------------------
 
 

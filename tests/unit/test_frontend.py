@@ -98,7 +98,6 @@ ERRORS = {
     "E0310": "example softcap(50.0; cap = 50.0) == 38.07",
     "E0312": "example max(1.0, 2.0) == 2.0",
     "E0313": "example rope(1.0, 0.0, 1, 0) == (0.5, 0.8)",
-    "E0401": "weight n(p) = p\n" + lm("return n(softmax(dot(q, k))) @ v"),
     "E0402": lm("return softmax(lengths(dot(q, k); len)) @ v", "len[B]: int grad"),
     "E0403": "rotate f(x0, x1, b; t[B]) over half = (x0 * t[b], x1)\n"
     + lm("q = f(q; t)\nreturn softmax(dot(q, k)) @ v", "t[B]: grad"),

@@ -97,10 +97,28 @@ BACKWARD = (
     BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, False, False),
 )
 
+# With weight blocks, whose factors need registers beside the accumulators.
+FORWARD_WEIGHTED = FORWARD[1:]
+BACKWARD_WEIGHTED = (
+    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
+    BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
+)
+HEAD_MAX_WEIGHTED = 128  # wider heads leave no registers for the factors
+
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
+
+
+def forward_tile(head: int, has_weight: bool) -> ForwardTile:
+    """The tile of the forward kernel for heads of this size."""
+    return next(t for t in (FORWARD_WEIGHTED if has_weight else FORWARD) if head <= t.head_max)
+
+
+def backward_tile(head: int, has_weight: bool) -> BackwardTile:
+    """The tile of the backward kernel for heads of this size."""
+    return next(t for t in (BACKWARD_WEIGHTED if has_weight else BACKWARD) if head <= t.head_max)
 
 
 TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 cache
