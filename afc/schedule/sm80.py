@@ -38,7 +38,6 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
     head = max(meaning.head_qk, meaning.head_v)
-    _check_weights(program, head)
     front = sm80.forward_tile(head, bool(meaning.weight_steps))
     back = sm80.backward_tile(head, bool(meaning.weight_steps))
     scale, prefix, has_weight = meaning.gradient_scale, program.name, bool(meaning.weight_steps)
@@ -79,17 +78,6 @@ def plan(program: Program, storage: str) -> LaunchPlan:
         ),
         buffers=_buffers(meaning),
     )
-
-
-def _check_weights(program: Program, head: int) -> None:
-    """Raises UsageError E0411 for a weight block on heads wider than the kernels have registers for."""
-    if program.weight_steps and head > sm80.HEAD_MAX_WEIGHTED:
-        raise UsageError.of(
-            "E0411",
-            f"weight block `{program.weight_steps[0].call}` of `{program.name}`: target `cuda` computes it "
-            f"for heads up to {sm80.HEAD_MAX_WEIGHTED}, not {head}",
-            hint="build for the CPU with `--backend cpu`, or use narrower heads",
-        )
 
 
 def _over_queries(kernel: TiledKernel, *after: Launch) -> Launch:

@@ -102,8 +102,8 @@ FORWARD_WEIGHTED = FORWARD[1:]
 BACKWARD_WEIGHTED = (
     BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
     BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
+    *BACKWARD[-2:],
 )
-HEAD_MAX_WEIGHTED = 128  # wider heads leave no registers for the factors
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients

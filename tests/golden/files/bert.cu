@@ -4,7 +4,7 @@
 // blocks    key_padding(keep = keep) > softmax > dropout(rate = rate, seed = seed)
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   keep[B, N] bool, rate: float, seed: int
-// schedule  forward 64 x 64, 4 warps; backward 16 x 64, 4 warps (queries x keys)
+// schedule  forward 64 x 64, 4 warps; backward 64 x 64, 8 warps (queries x keys)
 // rebuild   afc compile bert.attn --emit cu
 // edit      templates/sm80, grammar/prelude
 // ============================================================================
@@ -341,26 +341,28 @@ extern "C" __global__ void __launch_bounds__(256) bert_preprocess(const __grid_c
 // ---------------------------------------------------------------------------------------------------------------------
 // bert_backward: dK, dV, and what each key tile adds to dQ
 //
-// A CTA holds 64 keys of one (batch, KV head) and walks over the queries of the head group, 16 rows at a time.
-// Keys are the rows of every product but the last, so P^T and dS^T go from registers into dV and dK:
+// A CTA holds 64 keys of one (batch, KV head) and walks over the queries of the head group, 64 rows at a time.
 //
 //   S^T = K Q^T     P = exp2(score(S) - lse)     dV  += P^T dO
-//   dP^T = V dO^T   dS = P (dP - delta)          dK  += dS^T Q       dQ += dS K  (dS through shared memory)
+//   dP^T = V dO^T   dS = P (dP - delta)          dK  += dS^T Q       dQ += dS K
 //
-// Warps: 4 along the keys x 1 along the queries x 1 along the columns of dK and dV.
+// Warps share out S and dP as 4 along the keys x 2 along the queries, dK and dV as 2 along the keys x
+// 4 along the columns, dQ as 2 along the queries x 4 along the columns: P and dS change hands in shared memory, so that
+// every warp multiplies blocks that are nearly square and reads few of them.
 // ---------------------------------------------------------------------------------------------------------------------
 namespace bert_backward_parts {
 
-constexpr int D_QK = 128, D_V = 128, TILE_M = 16, TILE_N = 64;
-constexpr int KEY_WARPS = 4, QUERY_WARPS = 1, COLUMN_WARPS = 1;
-constexpr int WARPS = KEY_WARPS * QUERY_WARPS * COLUMN_WARPS, THREADS = WARPS * 32;
-constexpr int KEY_BLOCKS = TILE_N / KEY_WARPS / 16;      // 16-key blocks of a warp
-constexpr int QUERY_BLOCKS = TILE_M / QUERY_WARPS / 16;  // 16-query blocks of a warp
-constexpr int DK_OCTETS = D_QK / COLUMN_WARPS / 8, DV_OCTETS = D_V / COLUMN_WARPS / 8;
-constexpr int DQ_ROW_WARPS = 1, DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;  // how dQ is shared out
-constexpr int DQ_ROW_BLOCKS = TILE_M / DQ_ROW_WARPS / 16;
-constexpr int DQ_OCTETS = (D_QK / 16 + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS * 2;
-constexpr int Q_STAGES = 2, DO_STAGES = 2;
+constexpr int D_QK = 128, D_V = 128, TILE_M = 64, TILE_N = 64;
+constexpr int KEY_WARPS = 4, QUERY_WARPS = 2;        // how S and dP are shared out
+constexpr int SUM_KEY_WARPS = 2, COLUMN_WARPS = 4;     // dK and dV
+constexpr int DQ_ROW_WARPS = 2, DQ_COLUMN_WARPS = 4;  // dQ
+constexpr int WARPS = KEY_WARPS * QUERY_WARPS, THREADS = WARPS * 32;
+// What is a warp's, in blocks of 16 or octets.
+constexpr int KEY_BLOCKS = TILE_N / KEY_WARPS / 16, QUERY_BLOCKS = TILE_M / QUERY_WARPS / 16;
+constexpr int SUM_KEY_BLOCKS = TILE_N / SUM_KEY_WARPS / 16;
+constexpr int DK_OCTETS = tile::ceil_div(D_QK / 16, COLUMN_WARPS) * 2, DV_OCTETS = tile::ceil_div(D_V / 16, COLUMN_WARPS) * 2;
+constexpr int DQ_ROW_BLOCKS = TILE_M / DQ_ROW_WARPS / 16, DQ_OCTETS = tile::ceil_div(D_QK / 16, DQ_COLUMN_WARPS) * 2;
+constexpr int STAGES = 1;  // of Q and dO
 constexpr int SECTION = 8;  // KV heads worked on at a time
 constexpr float SCALE_LOG2 = 0.12751743082459868f;
 constexpr float GRADIENT_SCALE = 0.08838834764831845f;
@@ -369,22 +371,26 @@ using TileK = tile::SharedTile<TILE_N, D_QK>;
 using TileV = tile::SharedTile<TILE_N, D_V>;
 using TileQ = tile::SharedTile<TILE_M, D_QK>;
 using TileDO = tile::SharedTile<TILE_M, D_V>;
-using TileDS = tile::SharedTile<TILE_N, TILE_M>;  // [key][query]
+using TileP = tile::SharedTile<TILE_N, TILE_M>;  // P and dS, [key][query]
 
-// Shared memory: K | V | stages of Q | stages of dO | dS | two stages of row terms; at the end float32 sums over it.
+// Shared memory: K | V | stages, each Q | dO, then P | dS | two stages of row terms.
 constexpr int V_OFFSET = TileK::BYTES;
 constexpr int Q_OFFSET = V_OFFSET + TileV::BYTES;
-constexpr int DO_OFFSET = Q_OFFSET + Q_STAGES * TileQ::BYTES;
-constexpr int DS_OFFSET = DO_OFFSET + DO_STAGES * TileDO::BYTES;
-constexpr int TERMS_OFFSET = DS_OFFSET + TileDS::BYTES;
+constexpr int DO_OFFSET = Q_OFFSET + TileQ::BYTES;
+constexpr int STAGE_BYTES = TileQ::BYTES + TileDO::BYTES;
+constexpr int P_OFFSET = Q_OFFSET + STAGES * STAGE_BYTES;
+constexpr int DS_OFFSET = P_OFFSET + TileP::BYTES;
+constexpr int TERMS_OFFSET = DS_OFFSET + TileP::BYTES;
 constexpr int TERMS_BYTES = TILE_M * 8;
 constexpr int INPUT_BYTES = TERMS_OFFSET + 2 * TERMS_BYTES;
-constexpr int SUM_BYTES = QUERY_WARPS > 1 ? TILE_N * (D_QK > D_V ? D_QK : D_V) * 4 : 0;
-constexpr int SHARED_BYTES = INPUT_BYTES > SUM_BYTES ? INPUT_BYTES : SUM_BYTES;
-static_assert(SHARED_BYTES == 51456, "the launch plan and the kernel disagree on shared memory");
+// At the end over all of it: dK | dV.
+constexpr int DV_OFFSET = TileK::BYTES;
+constexpr int OUTPUT_BYTES = DV_OFFSET + TileV::BYTES;
+constexpr int SHARED_BYTES = tile::larger(INPUT_BYTES, OUTPUT_BYTES);
+static_assert(SHARED_BYTES == 82944, "the launch plan and the kernel disagree on shared memory");
 static_assert(TILE_N == KEY_WARPS * KEY_BLOCKS * 16 && TILE_M == QUERY_WARPS * QUERY_BLOCKS * 16, "16x16 blocks");
-static_assert(DQ_ROW_WARPS * DQ_ROW_BLOCKS * 16 == TILE_M && DQ_ROW_WARPS * DQ_COLUMN_WARPS == WARPS, "16x16 blocks");
-static_assert(D_QK % (16 * COLUMN_WARPS) == 0 && D_V % (16 * COLUMN_WARPS) == 0, "16x16 blocks");
+static_assert(TILE_N == SUM_KEY_WARPS * SUM_KEY_BLOCKS * 16 && SUM_KEY_WARPS * COLUMN_WARPS == WARPS, "16x16 blocks");
+static_assert(TILE_M == DQ_ROW_WARPS * DQ_ROW_BLOCKS * 16 && DQ_ROW_WARPS * DQ_COLUMN_WARPS == WARPS, "16x16 blocks");
 constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 static_assert(is_power_of_two(COLUMN_WARPS) && is_power_of_two(DQ_COLUMN_WARPS) && is_power_of_two(DQ_ROW_BLOCKS) &&
                   is_power_of_two(QUERY_BLOCKS), "what Blocks::from_column_block needs");
@@ -392,17 +398,17 @@ static_assert(TILE_M <= THREADS, "one thread copies the terms of one row");
 
 // A lane's place in the CTA.
 struct Place {
-  uint32_t key_warp, query_warp, column_warp;
-  uint32_t dq_row_warp, dq_column_warp;
-  int key, query;  // of accumulator element 0, relative to the tiles
+  uint32_t key_warp, query_warp, sum_key_warp, column_warp, dq_row_warp, dq_column_warp;
+  int key, query;  // of accumulator element 0 of S^T, relative to the tiles
 };
 
 AFC_FN Place place(uint32_t thread) {
   const uint32_t warp = tile::warp_index(thread);
   Place p;
   p.key_warp = warp % KEY_WARPS;
-  p.query_warp = QUERY_WARPS == 1 ? 0 : warp / KEY_WARPS % QUERY_WARPS;
-  p.column_warp = COLUMN_WARPS == 1 ? 0 : warp / (KEY_WARPS * QUERY_WARPS);
+  p.query_warp = QUERY_WARPS == 1 ? 0 : warp / KEY_WARPS;
+  p.sum_key_warp = warp % SUM_KEY_WARPS;
+  p.column_warp = COLUMN_WARPS == 1 ? 0 : warp / SUM_KEY_WARPS;
   p.dq_row_warp = warp % DQ_ROW_WARPS;
   p.dq_column_warp = DQ_COLUMN_WARPS == 1 ? 0 : warp / DQ_ROW_WARPS;
   p.key = p.key_warp * (KEY_BLOCKS * 16) + thread % 32 / 4;
@@ -414,6 +420,7 @@ AFC_FN Place place(uint32_t thread) {
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
                     const float *terms, int first_key, int first_query, const Item &item, const afc_args &args) {
+  const int keys = static_cast<int>(args.N), queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(args.q_origin), k_origin = static_cast<int>(args.k_origin);
 #pragma unroll
   for (int c = 0; c < QUERY_BLOCKS * 2; ++c) {
@@ -426,7 +433,7 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
         const int m = first_query + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
         const int i = m + q_origin, j = n + k_origin;
         const float lse = e % 2 == 0 ? two_rows.x : two_rows.z;
-        const bool live = FULL || (n < args.N && m < args.M && keep(m, n, i, j, item, args));
+        const bool live = FULL || (n < keys && m < queries && keep(m, n, i, j, item, args));
         const float x = live ? s[r][c][e] : -tile::INFINITE;
         weight[e] = ptx::exp2_approx(fmaf(x, SCALE_LOG2, -lse));
         s[r][c][e] = weight[e];
@@ -465,12 +472,9 @@ AFC_FN void score_gradients(uint32_t (&ds)[QUERY_BLOCKS][KEY_BLOCKS][4],
 }
 
 // dS K of this warp's rows and columns of dQ, added to the sum in global memory.
-AFC_FN void add_dq(float *sum, uint32_t shared, const tile::Blocks<TileDS> &ds_blocks,
+AFC_FN void add_dq(float *sum, uint32_t shared, const tile::Blocks<TileP> &ds_blocks,
                    const tile::Blocks<TileK> &k_blocks, const Place &at, int batch_head, int first_query, int queries) {
-  constexpr int COLUMN_BLOCKS = D_QK / 16;
-  const int mine = COLUMN_BLOCKS % DQ_COLUMN_WARPS == 0
-                       ? COLUMN_BLOCKS / DQ_COLUMN_WARPS
-                       : (COLUMN_BLOCKS - at.dq_column_warp + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS;
+  const int mine = tile::column_blocks_of_warp<D_QK, DQ_COLUMN_WARPS>(at.dq_column_warp);
   float dq[DQ_ROW_BLOCKS][DQ_OCTETS][4];
   tile::clear(dq);
   tile::multiply_transposed<Element, DQ_COLUMN_WARPS>(dq, ds_blocks, shared + DS_OFFSET, k_blocks, shared, mine);
@@ -489,7 +493,7 @@ AFC_FN void add_dq(float *sum, uint32_t shared, const tile::Blocks<TileDS> &ds_b
 
 }  // namespace bert_backward_parts
 
-extern "C" __global__ void __launch_bounds__(128, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     bert_backward(const __grid_constant__ afc_args args) {
   using namespace bert_backward_parts;
   const int queries = static_cast<int>(args.M), keys = static_cast<int>(args.N);
@@ -525,13 +529,13 @@ extern "C" __global__ void __launch_bounds__(128, 1)
                                         args.v.stride[2] * 2, keys - work.tile * TILE_N, threadIdx.x);
   auto copy_q = [&](int step, const tile::GroupWalk::Position &next) {
     const int first = walk.tile(next) * TILE_M, head = work.head * group + next.member;
-    tile::copy_rows_async<TileQ, THREADS>(shared + Q_OFFSET + (step & (Q_STAGES - 1)) * TileQ::BYTES,
+    tile::copy_rows_async<TileQ, THREADS>(shared + Q_OFFSET + (step & (STAGES - 1)) * STAGE_BYTES,
                                           tile::row_address(q_rows, work.batch, head, first), q_rows.stride[2] * 2,
                                           queries - first, tile::thread_in_step(step));
   };
   auto copy_do = [&](int step, const tile::GroupWalk::Position &next) {
     const int first = walk.tile(next) * TILE_M, head = work.head * group + next.member;
-    tile::copy_rows_async<TileDO, THREADS>(shared + DO_OFFSET + (step & (DO_STAGES - 1)) * TileDO::BYTES,
+    tile::copy_rows_async<TileDO, THREADS>(shared + DO_OFFSET + (step & (STAGES - 1)) * STAGE_BYTES,
                                            tile::row_address(args.d_o, work.batch, head, first),
                                            args.d_o.stride[2] * 2, queries - first, tile::thread_in_step(step));
   };
@@ -550,19 +554,9 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   ptx::cp_async_commit();
 
   // ---- accumulators and the lane's views of the tiles
-  float dk[KEY_BLOCKS][DK_OCTETS][4], dv[KEY_BLOCKS][DV_OCTETS][4];
+  float dk[SUM_KEY_BLOCKS][DK_OCTETS][4], dv[SUM_KEY_BLOCKS][DV_OCTETS][4];
   tile::clear(dk);
   tile::clear(dv);
-  const Place start = place(threadIdx.x);
-  const int warp_key = start.key_warp * (KEY_BLOCKS * 16), warp_query = start.query_warp * (QUERY_BLOCKS * 16);
-  const auto k_rows_blocks = tile::column_major_blocks<TileK>(warp_key);
-  const auto v_rows_blocks = tile::column_major_blocks<TileV>(warp_key);
-  const auto q_rows_blocks = tile::row_major_blocks<TileQ>(warp_query);
-  const auto do_rows_blocks = tile::row_major_blocks<TileDO>(warp_query);
-  const auto q_columns_blocks = tile::column_major_blocks<TileQ>(warp_query).from_column_block(start.column_warp);
-  const auto do_columns_blocks = tile::column_major_blocks<TileDO>(warp_query).from_column_block(start.column_warp);
-  const auto ds_blocks = tile::row_major_blocks<TileDS>(0).from_column_block(start.dq_row_warp * DQ_ROW_BLOCKS);
-  const auto k_columns_blocks = tile::column_major_blocks<TileK>(0).from_column_block(start.dq_column_warp);
 
   auto query_tile = [&](auto full, int step) {
     constexpr bool FULL = decltype(full)::value;
@@ -571,40 +565,61 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     const tile::GroupWalk::Position now = positions[step & 1], next = walk.next(now);
     if (threadIdx.x == 0) positions[(step + 1) & 1] = next;
     const int first_query = walk.tile(now) * TILE_M;
-    const uint32_t q_tile = shared + Q_OFFSET + (step & (Q_STAGES - 1)) * TileQ::BYTES;
-    const uint32_t do_tile = shared + DO_OFFSET + (step & (DO_STAGES - 1)) * TileDO::BYTES;
-    const Place at = place(tile::thread_in_step(step));
+    const uint32_t q_tile = shared + Q_OFFSET + (step & (STAGES - 1)) * STAGE_BYTES;
+    const uint32_t do_tile = shared + DO_OFFSET + (step & (STAGES - 1)) * STAGE_BYTES;
+    const uint32_t thread = tile::thread_in_step(step), lane = thread % tile::WARP;
+    const Place at = place(thread);
     const unsigned char *stage_terms = shared_memory + TERMS_OFFSET + (step & 1) * TERMS_BYTES;
     const float *terms = reinterpret_cast<const float *>(stage_terms) + at.query * 2;
     if (step + 1 < walk.count) {
-      copy_q(step + 1, next);
-      copy_do(step + 1, next);
       copy_terms(step + 1, next);
     }
     ptx::cp_async_commit();
     const Item item = load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member));
 
-    float s[KEY_BLOCKS][QUERY_BLOCKS * 2][4];
+    // The lane's views of the tiles are computed where they are needed, instead of being kept in registers.
+    const auto k_blocks = tile::column_major_blocks<TileK>(at.key_warp * (KEY_BLOCKS * 16), lane);
+    const auto v_blocks = tile::column_major_blocks<TileV>(at.key_warp * (KEY_BLOCKS * 16), lane);
+    const auto q_blocks = tile::row_major_blocks<TileQ>(at.query_warp * (QUERY_BLOCKS * 16), lane);
+    const auto do_blocks = tile::row_major_blocks<TileDO>(at.query_warp * (QUERY_BLOCKS * 16), lane);
+    float s[KEY_BLOCKS][QUERY_BLOCKS * 2][4], dp[KEY_BLOCKS][QUERY_BLOCKS * 2][4];
     tile::clear(s);
-    tile::multiply_rows<Element>(s, k_rows_blocks, shared, q_rows_blocks, q_tile);
+    tile::clear(dp);
+#pragma unroll
+    for (int k = 0; k < tile::larger(D_QK, D_V) / 16; ++k) {  // two products at once: more that is independent
+      if (k < D_QK / 16) tile::multiply_rows_step<Element>(s, k_blocks, shared, q_blocks, q_tile, k);
+      if (k < D_V / 16) tile::multiply_rows_step<Element>(dp, v_blocks, shared + V_OFFSET, do_blocks, do_tile, k);
+    }
     uint32_t p[QUERY_BLOCKS][KEY_BLOCKS][4];
     weights<FULL>(p, s, terms, work.tile * TILE_N + at.key, first_query + at.query, item, args);
-    tile::multiply_columns<Element, COLUMN_WARPS>(dv, p, do_columns_blocks, do_tile);
+    tile::store_operand<TileP>(shared_memory + P_OFFSET, p, at.key_warp * (KEY_BLOCKS * 16), at.query_warp * QUERY_BLOCKS);
+    const Item again = load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member));
+    score_gradients<FULL>(p, s, dp, terms, work.tile * TILE_N + at.key, first_query + at.query, again, args);
+    tile::store_operand<TileP>(shared_memory + DS_OFFSET, p, at.key_warp * (KEY_BLOCKS * 16), at.query_warp * QUERY_BLOCKS);
+    __syncthreads();  // P and dS are complete
 
-    float dp[KEY_BLOCKS][QUERY_BLOCKS * 2][4];
-    tile::clear(dp);
-    tile::multiply_rows<Element>(dp, v_rows_blocks, shared + V_OFFSET, do_rows_blocks, do_tile);
-    uint32_t ds[QUERY_BLOCKS][KEY_BLOCKS][4];
-    score_gradients<FULL>(ds, s, dp, terms, work.tile * TILE_N + at.key, first_query + at.query, load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member)), args);
-    if (COLUMN_WARPS == 1 || at.column_warp == 0)
-      tile::store_operand<TileDS>(shared_memory + DS_OFFSET, ds, at.key_warp * (KEY_BLOCKS * 16),
-                                  at.query_warp * QUERY_BLOCKS);
-    tile::multiply_columns<Element, COLUMN_WARPS>(dk, ds, q_columns_blocks, q_tile);
-
-    __syncthreads();  // dS is complete, and nobody reads Q or dO any more
+    const uint32_t sum_thread = tile::thread_in_step(step), sum_lane = sum_thread % tile::WARP;
+    const Place sum_place = place(sum_thread);
+    const auto p_blocks = tile::column_major_blocks<TileP>(sum_place.sum_key_warp * (SUM_KEY_BLOCKS * 16), sum_lane);
+    const auto do_columns = tile::column_major_blocks<TileDO>(0, sum_lane).from_column_block(sum_place.column_warp);
+    const auto q_columns = tile::column_major_blocks<TileQ>(0, sum_lane).from_column_block(sum_place.column_warp);
+    tile::multiply_tiles<Element, COLUMN_WARPS>(dv, p_blocks, shared + P_OFFSET, do_columns, do_tile,
+                                                tile::column_blocks_of_warp<D_V, COLUMN_WARPS>(sum_place.column_warp));
+    tile::multiply_tiles<Element, COLUMN_WARPS>(dk, p_blocks, shared + DS_OFFSET, q_columns, q_tile,
+                                                tile::column_blocks_of_warp<D_QK, COLUMN_WARPS>(sum_place.column_warp));
     const tile::GroupWalk::Position still = positions[step & 1];  // read again rather than kept
-    add_dq(dq_sum, shared, ds_blocks, k_columns_blocks, place(tile::thread_in_step(step)),
-           work.batch * heads + work.head * group + still.member, walk.tile(still) * TILE_M, queries);
+    __syncthreads();  // nobody reads Q or dO any more
+    if (step + 1 < walk.count) {
+      copy_q(step + 1, walk.next(still));
+      copy_do(step + 1, walk.next(still));
+    }
+    ptx::cp_async_commit();
+    const uint32_t dq_thread = tile::thread_in_step(step), dq_lane = dq_thread % tile::WARP;
+    const Place dq_place = place(dq_thread);
+    const auto ds_columns = tile::row_major_blocks<TileP>(0, dq_lane).from_column_block(dq_place.dq_row_warp * DQ_ROW_BLOCKS);
+    const auto k_columns = tile::column_major_blocks<TileK>(0, dq_lane).from_column_block(dq_place.dq_column_warp);
+    add_dq(dq_sum, shared, ds_columns, k_columns, dq_place, work.batch * heads + work.head * group + still.member,
+           walk.tile(still) * TILE_M, queries);
   };
 #pragma unroll 1
   for (int step = 0; step < walk.partial; ++step) query_tile(tile::Constant<bool, false>(), step);
@@ -613,25 +628,23 @@ extern "C" __global__ void __launch_bounds__(128, 1)
 
   // ---- dK and dV
   const Place at = place(threadIdx.x);
-  const int warp_key_row = at.key_warp * (KEY_BLOCKS * 16);
+  const int warp_key_row = at.sum_key_warp * (SUM_KEY_BLOCKS * 16);
   const int first_key = work.tile * TILE_N, valid_keys = min(TILE_N, keys - first_key);
   ptx::cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < KEY_BLOCKS; ++r)
+  for (int r = 0; r < SUM_KEY_BLOCKS; ++r)
 #pragma unroll
     for (int c = 0; c < DK_OCTETS; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[r][c][e] *= GRADIENT_SCALE;
   unsigned char *dk_rows = tile::row_address(args.dk, work.batch, work.head, first_key);
   unsigned char *dv_rows = tile::row_address(args.dv, work.batch, work.head, first_key);
-  if (at.query_warp == 0) {
-    tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
-    tile::round_to_tile<Element, TileV>(shared_memory + V_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
-  }
+  tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
+  tile::round_to_tile<Element, TileV>(shared_memory + DV_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
   __syncthreads();
   tile::store_rows<TileK, THREADS>(shared_memory, dk_rows, args.dk.stride[2] * 2, valid_keys);
-  tile::store_rows<TileV, THREADS>(shared_memory + V_OFFSET, dv_rows, args.dv.stride[2] * 2, valid_keys);
+  tile::store_rows<TileV, THREADS>(shared_memory + DV_OFFSET, dv_rows, args.dv.stride[2] * 2, valid_keys);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ enum Kernel {
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"bert_forward", 81920, 128},
     {"bert_preprocess", 0, 256},
-    {"bert_backward", 51456, 128},
+    {"bert_backward", 82944, 256},
     {"bert_postprocess", 16896, 256},
 };
 
