@@ -203,14 +203,17 @@ def compile_file(
     *,
     gate: bool = True,
     jobs: int | None = None,
+    cuda_compiler: str | None = None,
 ) -> BuildReport:
     """Compile a `.attn` file to a module that Python imports.
+
+    `cuda_compiler` is "nvcc" or "nvrtc"; by default nvcc, and NVRTC where there is no nvcc.
 
     Raises SourceError, UsageError, ToolchainError.
     """
     options = options or Options()
     spec = module_spec(check_file(path), options)
-    toolchain = Toolchain.find(cuda="cuda" in options.backends)
+    toolchain = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler)
     return build_module(spec, Path(output), toolchain, Cache(), gate=gate, jobs=jobs)
 
 

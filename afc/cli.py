@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     compile_.add_argument("--emit", choices=STAGES, help="print a stage instead of building")
     _build_options(compile_)
     compile_.add_argument("--no-gate", action="store_true", help="accept GPU kernels that spill registers")
+    compile_.add_argument(
+        "--cuda-compiler",
+        choices=("nvcc", "nvrtc"),
+        help="what compiles the GPU kernels (default: nvcc, and NVRTC where there is no nvcc)",
+    )
     compile_.add_argument("-j", "--jobs", type=int, help="compilers at once")
     compile_.add_argument("-v", "--verbose", action="store_true", help="say what was built")
     compile_.add_argument("--json", action="store_true", help="errors as JSON on stdout")
@@ -87,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _build_options(viz)
     viz.set_defaults(run=_viz)
 
-    doctor = commands.add_parser("doctor", help="say which compilers were found, and where")
+    doctor = commands.add_parser("doctor", help="say what was found, where, and what mends what is missing")
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=_doctor)
 
@@ -99,9 +104,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where nvcc is found)"
+        "--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where a CUDA compiler is found)"
     )
-    parser.add_argument("--arch", help="GPU architectures, such as sm_80,sm_90 (default: sm_80,sm_90,sm_120)")
+    parser.add_argument(
+        "--arch",
+        help="GPU architectures, such as sm_80,sm_90, or compute_80 for PTX that the driver compiles "
+        "(default: sm_80,sm_90,sm_120,compute_80)",
+    )
     parser.add_argument(
         "--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)"
     )
@@ -154,7 +163,9 @@ def _archs(text: str) -> tuple[str, ...]:
             arch = Arch.parse(part)
         except ValueError as error:
             raise UsageError.of(
-                "E0618", f"--arch {part}: {error}", hint="for example sm_90, or compute_86:sm_90"
+                "E0618",
+                f"--arch {part}: {error}",
+                hint="for example sm_90, compute_86:sm_90, or compute_80 for PTX",
             ) from None
         if arch.virtual_capability < 80:
             raise UsageError.of(
@@ -167,10 +178,10 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
     """The CPU; for a build also CUDA, where its compiler is found."""
     if args.command != "compile" or args.emit:
         return ("cpu",)
-    from afc.build import find_nvcc
+    from afc.build import find_cuda
 
     try:
-        find_nvcc()
+        find_cuda(args.cuda_compiler)
     except ToolchainError:
         return ("cpu",)
     return ("cpu", "cuda")
@@ -190,7 +201,14 @@ def _compile(args: argparse.Namespace) -> int:
         )
     for note in check_file(args.file).notes:
         print(render(note), file=sys.stderr)
-    report = api.compile_file(args.file, args.output, options, gate=not args.no_gate, jobs=args.jobs)
+    report = api.compile_file(
+        args.file,
+        args.output,
+        options,
+        gate=not args.no_gate,
+        jobs=args.jobs,
+        cuda_compiler=args.cuda_compiler,
+    )
     if args.verbose:
         print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
         for cubin in report.cubins:
@@ -306,22 +324,11 @@ def _viz(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from afc.build import Cache, find_cxx, find_nvcc
+    from afc import doctor
 
-    found: dict[str, Any] = {"afc": __version__, "python": sys.version.split()[0]}
-    for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
-        try:
-            found[name] = str(find())
-        except ToolchainError as error:
-            found[name] = None
-            found[f"{name} searched"] = list(error.searched)
-    found["cache"] = str(Cache().root)
-    if args.json:
-        print(json.dumps(found))
-    else:
-        for key, value in found.items():
-            print(f"{key:14} {value if value is not None else 'not found'}")
-    return 0 if found["g++"] else 3
+    findings = doctor.examine()
+    print(json.dumps(doctor.as_json(findings)) if args.json else doctor.report(findings))
+    return 3 if any(finding.bad for finding in findings) else 0
 
 
 def _cache(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts to an importable module: compile, check, link, write.
 
-    toolchain   finding g++ and nvcc, their versions
+    toolchain   finding g++, nvcc and NVRTC, their versions
     sources     what of a text reaches the machine code
     cache       entries on disk, made once, verified when read
     compile     texts to objects and cubins; the gate on ptxas' report
@@ -42,7 +42,18 @@ from afc.build.compile import (
     ptxas_faults,
     unit_key,
 )
-from afc.build.toolchain import Arch, Nvcc, Tool, Toolchain, find_cxx, find_nvcc
+from afc.build.toolchain import (
+    Arch,
+    CudaCompiler,
+    Nvcc,
+    Nvrtc,
+    Tool,
+    Toolchain,
+    find_cuda,
+    find_cxx,
+    find_nvcc,
+    find_nvrtc,
+)
 
 __all__ = [
     "Arch",
@@ -50,6 +61,7 @@ __all__ = [
     "Cache",
     "CppUnit",
     "CubinResult",
+    "CudaCompiler",
     "CudaUnit",
     "FunctionUsage",
     "Image",
@@ -57,6 +69,7 @@ __all__ = [
     "ModuleEntry",
     "ModuleSpec",
     "Nvcc",
+    "Nvrtc",
     "ObjectResult",
     "Tool",
     "Toolchain",
@@ -66,9 +79,11 @@ __all__ = [
     "compile_cpp",
     "compile_cubin",
     "compile_units",
+    "find_cuda",
     "find_cxx",
     "find_module",
     "find_nvcc",
+    "find_nvrtc",
     "link_module",
     "ptxas_faults",
 ]
@@ -100,9 +115,9 @@ class BuildReport:
 
 
 def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
-    """CUDA units by image table, the module's C++ units, then the host sources."""
+    """In the order of starting compilers: host sources, CUDA units by image table, the module's C++ units."""
     cuda = [unit for group in spec.cuda.values() for unit in group]
-    return [*cuda, *spec.cpp, *host_units(python=python, gpu=bool(cuda))]
+    return [*host_units(python=python, gpu=bool(cuda)), *cuda, *spec.cpp]
 
 
 def _compile_all(
@@ -113,7 +128,7 @@ def _compile_all(
     results = compile_units(units, toolchain, cache, jobs=jobs)
     cubins = [result for result in results if isinstance(result, CubinResult)]
     objects = [result for result in results if isinstance(result, ObjectResult)]
-    return cubins, objects[: len(spec.cpp)]
+    return cubins, objects[len(objects) - len(spec.cpp) :]
 
 
 def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:

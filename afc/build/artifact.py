@@ -51,16 +51,19 @@ _PYTHON_SYMBOL = re.compile(r"_?Py\w+")
 
 @dataclass(frozen=True)
 class Image:
-    """One compiled GPU image: a cubin, or PTX text for the driver's compiler."""
+    """One compiled GPU image: a cubin, or PTX text for the driver's compiler, as `arch` says.
+
+    `toolkit` is the version of CUDA that made it (13000 for 13.0), 0 if it is not known.
+    """
 
     arch: Arch
     data: bytes
-    ptx: bool = False
+    toolkit: int = 0
 
     @classmethod
     def of(cls, result: CubinResult) -> Image:
         """The image of a compiled unit."""
-        return cls(result.arch, result.cubin)
+        return cls(result.arch, result.cubin, result.toolkit)
 
 
 @dataclass(frozen=True)
@@ -177,15 +180,15 @@ def _data_name(symbol: str, number: int) -> str:
 
 def _image_row(symbol: str, number: int, image: Image) -> str:
     suffix = f"'{image.arch.suffix}'" if image.arch.suffix else "0"
-    form = "true" if image.ptx else "false"
+    form = "true" if image.arch.ptx else "false"
     name = _data_name(symbol, number)
     arch = f"{image.arch.capability}, {image.arch.virtual_capability}, {suffix}"
-    return f"    {{{arch}, {form}, {name}, {len(image.data)}}},  // {image.arch}"
+    return f"    {{{arch}, {form}, {image.toolkit}, {name}, {len(image.data)}}},  // {image.arch}"
 
 
 def _image_data(symbol: str, number: int, image: Image) -> list[str]:
     name = _data_name(symbol, number)
-    terminator = ["    .byte 0"] if image.ptx else []
+    terminator = ["    .byte 0"] if image.arch.ptx else []
     lines = [
         '    .section .rodata.afc_images, "a", @progbits',
         "    .balign 64",
@@ -321,7 +324,13 @@ def host_units(*, python: bool, gpu: bool) -> list[CppUnit]:
         headers = find_python_headers()
         text = (folder / "module.cpp").read_text(encoding="utf-8")
         include_dirs = headers.include_dirs
-        units.append(CppUnit("module", text, isa="generic", include_dirs=include_dirs, salt=headers.identity))
+        # first, and with little optimisation: it takes longer than all the rest of a first build, and no call
+        # spends time in it
+        flags = ("-O1",)
+        units.insert(
+            0,
+            CppUnit("module", text, "generic", include_dirs=include_dirs, flags=flags, salt=headers.identity),
+        )
     return units
 
 

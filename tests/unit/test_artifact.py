@@ -365,10 +365,10 @@ def test_c_string() -> None:
 
 
 def test_stub_text_has_a_row_per_image_and_entry() -> None:
-    images = (Image(Arch.parse("sm_86"), b"abc"), Image(Arch.parse("compute_86:sm_90"), b"d"))
+    images = (Image(Arch.parse("sm_86"), b"abc", 13000), Image(Arch.parse("compute_86:sm_90"), b"d"))
     text = stub_text("kernel", ModuleContent((AFFINE, TRIPLE), "{}", (), {"triple_images": images}))
-    assert "{86, 86, 0, false, triple_images_data_0, 3},  // sm_86" in text
-    assert "{90, 86, 0, false, triple_images_data_1, 1},  // compute_86:sm_90" in text
+    assert "{86, 86, 0, false, 13000, triple_images_data_0, 3},  // sm_86" in text
+    assert "{90, 86, 0, false, 0, triple_images_data_1, 1},  // compute_86:sm_90" in text
     assert "workspace_1, forward_1, nullptr}," in text and "PyInit_kernel" in text
     assert "PyInit" not in stub_text("kernel", ModuleContent((AFFINE,), "{}"), python=False)
 
@@ -564,7 +564,7 @@ Launch = Callable[..., list[str]]
 def fake_images() -> dict[str, tuple[Image, ...]]:
     archs = ("sm_80", "sm_86", "compute_86:sm_90", "sm_90", "sm_90a", "sm_120")
     cubins = [Image(Arch.parse(name), f"cubin-{name}\0".encode()) for name in archs]
-    ptx = Image(Arch.parse("sm_86"), b"ptx-86", ptx=True)
+    ptx = Image(Arch.parse("compute_86"), b"ptx-86", 13000)
     return {"triple_images": (*cubins, ptx)}
 
 

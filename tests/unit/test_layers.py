@@ -41,7 +41,8 @@ ORDER = {
     ),
     "explain": ("errors", "paths", "options", "expr", "ir", "frontend", "masks", "passes", "api"),
     "viz": ("options", "expr", "frontend", "api", "explain"),
-    "cli": ("errors", "options", "api", "frontend", "build", "explain", "viz"),
+    "doctor": ("errors", "build"),
+    "cli": ("errors", "options", "api", "frontend", "build", "explain", "viz", "doctor"),
 }
 
 
