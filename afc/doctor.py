@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,18 +71,17 @@ class Finding:
         return self.state == "broken" or (self.state == "missing" and self.needed)
 
 
-def examine(environ: Mapping[str, str] | None = None) -> list[Finding]:
+def examine() -> list[Finding]:
     """Everything that a build or a call may need, in the order of a build."""
-    variables = os.environ if environ is None else environ
     return [
         Finding("afc", "ok", f"{__version__}, Python {platform.python_version()}"),
         _cxx(),
         _python_headers(),
-        *_cuda_compilers(variables),
+        *_cuda_compilers(),
         _driver(),
         *(_package(name) for name in ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "transformers")),
         _cache(),
-        *(Finding(name, "ok", variables[name]) for name in VARIABLES if variables.get(name)),
+        *(Finding(name, "ok", os.environ[name]) for name in VARIABLES if os.environ.get(name)),
     ]
 
 
@@ -108,7 +107,7 @@ def _python_headers() -> Finding:
     return Finding("Python headers", "ok", f"{headers.include_dirs[0]} ({headers.identity})")
 
 
-def _cuda_compilers(variables: Mapping[str, str]) -> list[Finding]:
+def _cuda_compilers() -> list[Finding]:
     """nvcc, NVRTC, and which of them builds use."""
     findings = []
     searches: dict[str, Callable[[], CudaCompiler]] = {"nvcc": find_nvcc, "NVRTC": find_nvrtc}
@@ -117,7 +116,7 @@ def _cuda_compilers(variables: Mapping[str, str]) -> list[Finding]:
         try:
             findings.append(_tried(name, find()))
         except ToolchainError as error:
-            named = bool(variables.get(variable))
+            named = bool(os.environ.get(variable))
             state, fix = (
                 ("broken", f"unset {variable}, or let it name one that works") if named else ("missing", "")
             )

@@ -261,13 +261,15 @@ int fail_load(const afc_gpu_image &image, const DeviceState &device, Result resu
   const bool refused = result == kInvalidImage || result == kNoBinaryForGpu || result == kInvalidPtx ||
                        result == kUnsupportedPtxVersion;
   if (refused && api.driver_version(&version) == kSuccess && version < image.toolkit) {
+    const std::string other =
+        image.ptx ? "for this device: 'afc compile --arch sm_" + std::to_string(device.facts.arch) + "'"
+                  : "with an older CUDA compiler";
     return afc_fail(
         AFC_NO_KERNEL_FOR_DEVICE,
         "the driver is too old for this module: it supports CUDA %d.%d, the code for %s was compiled by CUDA "
-        "%d.%d; update the driver, or build the module with an older CUDA compiler or by 'afc compile --arch "
-        "sm_%d'",
+        "%d.%d; update the driver, or build the module %s",
         version / 1000, version % 1000 / 10, name.c_str(), image.toolkit / 1000, image.toolkit % 1000 / 10,
-        device.facts.arch);
+        other.c_str());
   }
   const std::string what = "loading the code for " + name + " on " + device.name;
   return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
