@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +32,13 @@ from afc.build import (
     cached_module,
     find_module,
 )
+from afc.build.artifact import module_stem, write_file
 from afc.errors import UsageError
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
 from afc.frontend.dump import dump
 from afc.frontend.parser import parse
+from afc.header import header_text
 from afc.ir.program import Param, Program, TensorParam
 from afc.ir.tiled import LaunchPlan
 from afc.options import Options
@@ -204,17 +207,36 @@ def compile_file(
     gate: bool = True,
     jobs: int | None = None,
     cuda_compiler: str | None = None,
+    python: bool = True,
+    header: str | Path | None = None,
+    depfile: str | Path | None = None,
 ) -> BuildReport:
-    """Compile a `.attn` file to a module that Python imports.
+    """Compile a `.attn` file to a module that Python imports and C programs link.
+
+    python=False leaves the Python part out, with what it needs to build. `header` is a C header to write,
+    `depfile` a rule for make and ninja that names the files the module depends on.
 
     `cuda_compiler` is "nvcc" or "nvrtc"; by default nvcc, and NVRTC where there is no nvcc.
 
     Raises SourceError, UsageError, ToolchainError.
     """
     options = options or Options()
-    spec = module_spec(check_file(path), options)
+    checked, destination = check_file(path), Path(output)
+    spec = module_spec(checked, options)
     toolchain = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler)
-    return build_module(spec, Path(output), toolchain, Cache(), gate=gate, jobs=jobs)
+    report = build_module(spec, destination, toolchain, Cache(), gate=gate, jobs=jobs, python=python)
+    if header is not None:
+        write_file(header_text(module_stem(destination), spec).encode(), Path(header))
+    if depfile is not None:
+        write_file(_make_rule(destination, checked).encode(), Path(depfile))
+    return report
+
+
+def _make_rule(output: Path, checked: Checked) -> str:
+    """`output: sources`, as make reads it."""
+    sources = [name for name in checked.texts if Path(name).is_file()]
+    names = [re.sub(r"([ #\\])", r"\\\1", name).replace("$", "$$") for name in (str(output), *sources)]
+    return f"{names[0]}: {' '.join(names[1:])}\n"
 
 
 def load(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `afc compile | check | test | explain | viz | doctor | cache`.
+"""The command line: `afc compile | check | test | explain | viz | doctor | config | cache`.
 
 Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a
 fault of afc.
@@ -62,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("nvcc", "nvrtc"),
         help="what compiles the GPU kernels (default: nvcc, and NVRTC where there is no nvcc)",
     )
+    compile_.add_argument(
+        "--no-python", action="store_true", help="leave the Python part out: for C programs"
+    )
+    compile_.add_argument("--header", metavar="FILE.h", help="write a C header of the module's functions")
+    compile_.add_argument("--depfile", metavar="FILE.d", help="write which files the module depends on")
     compile_.add_argument("-j", "--jobs", type=int, help="compilers at once")
     compile_.add_argument("-v", "--verbose", action="store_true", help="say what was built")
     compile_.add_argument("--json", action="store_true", help="errors as JSON on stdout")
@@ -95,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what was found, where, and what mends what is missing")
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=_doctor)
+
+    config = commands.add_parser("config", help="print a folder: of the CMake package, or of the C headers")
+    config.add_argument("what", choices=("cmake", "include"))
+    config.set_defaults(run=_config)
 
     cache = commands.add_parser("cache", help="the cache of compiled modules")
     cache.add_argument("action", choices=("dir", "ls", "clean"))
@@ -208,6 +217,9 @@ def _compile(args: argparse.Namespace) -> int:
         gate=not args.no_gate,
         jobs=args.jobs,
         cuda_compiler=args.cuda_compiler,
+        python=not args.no_python,
+        header=args.header,
+        depfile=args.depfile,
     )
     if args.verbose:
         print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
@@ -329,6 +341,13 @@ def _doctor(args: argparse.Namespace) -> int:
     findings = doctor.examine()
     print(json.dumps(doctor.as_json(findings)) if args.json else doctor.report(findings))
     return 3 if any(finding.bad for finding in findings) else 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from afc import paths
+
+    print(paths.cmake() if args.what == "cmake" else paths.runtime())
+    return 0
 
 
 def _cache(args: argparse.Namespace) -> int:

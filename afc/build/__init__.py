@@ -25,7 +25,7 @@ from afc.build.artifact import (
     host_units,
     link_module,
     stub_text,
-    write_module,
+    write_file,
 )
 from afc.build.cache import Cache, cache_key
 from afc.build.compile import (
@@ -158,7 +158,7 @@ def build_module(
     if gate:
         check_ptxas(*cubins)
     content = _content(spec, cubins, objects)
-    write_module(link_module(stem, content, toolchain, cache, python=python), destination)
+    write_file(link_module(stem, content, toolchain, cache, python=python), destination)
     hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
     return BuildReport(destination, tuple(cubins), len(cubins) + len(objects), hits)
 
