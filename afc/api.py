@@ -30,6 +30,8 @@ from afc.build import (
     Toolchain,
     build_module,
     cached_module,
+    check_ptxas,
+    compile_cubin,
     find_module,
 )
 from afc.build.artifact import module_stem, write_file
@@ -379,6 +381,37 @@ def _device_arch() -> str:
         )
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def emit_code(
+    path: str | Path, form: str, options: Options, *, cuda_compiler: str | None = None, gate: bool = True
+) -> bytes:
+    """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
+    cupy.RawModule loads, or `ptx`. Each kernel's one parameter is an afc_args by value.
+
+    Raises SourceError, UsageError E0626, ToolchainError.
+    """
+    made = units(check_file(path), replace(options, backends=("cuda",)))
+    archs = options.archs
+    if len(made) != 1 or len(archs) != 1:
+        raise UsageError.of(
+            "E0626",
+            f"--emit {form} gives the code of one attention, head size, dtype and architecture; "
+            f"here are {len(made)} configuration(s) for {', '.join(archs)}",
+            hint="for example: -D D=64 --dtype bf16 --arch sm_90",
+        )
+    arch = Arch.parse(archs[0])
+    if form == "ptx":
+        arch = Arch.parse(arch.virtual)
+    elif arch.ptx:
+        raise UsageError.of("E0626", f"--emit cubin --arch {arch}: {arch} is PTX, not machine code")
+    device_text = made[0].device_text
+    assert device_text is not None
+    unit = CudaUnit(made[0].symbol, device_text, arch)
+    result = compile_cubin(unit, Toolchain.find(cuda=True, compiler=cuda_compiler), Cache())
+    if gate:
+        check_ptxas(result)
+    return result.cubin
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:

@@ -20,6 +20,7 @@ from afc import __version__
 from afc.errors import AfcError, Diagnostic, SourceError, ToolchainError, UsageError, render
 from afc.errors import to_json as diagnostic_json
 
+CODE_FORMS = ("cubin", "ptx")  # bytes for a file; the stages are texts
 STAGES = ("ast", "program", "plan", "tiled", "cpp", "cu", "launch")
 
 
@@ -54,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     compile_ = commands.add_parser("compile", help="compile a .attn file to an importable module")
     compile_.add_argument("file")
     compile_.add_argument("-o", "--output", help="the module to write, such as kernel.so")
-    compile_.add_argument("--emit", choices=STAGES, help="print a stage instead of building")
+    compile_.add_argument(
+        "--emit", choices=(*STAGES, *CODE_FORMS), help="print a stage, or write GPU code, instead of building"
+    )
     _build_options(compile_)
     compile_.add_argument("--no-gate", action="store_true", help="accept GPU kernels that spill registers")
     compile_.add_argument(
@@ -198,9 +201,18 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _compile(args: argparse.Namespace) -> int:
     from afc import api
+    from afc.build.artifact import write_file
     from afc.frontend import check_file
 
     options = _options(args)
+    if args.emit in CODE_FORMS:
+        if not args.output:
+            hint = f"-o {Path(args.file).stem}.{args.emit}"
+            raise UsageError.of("E0619", "where should the GPU code go?", hint=hint)
+        gate, compiler = not args.no_gate, args.cuda_compiler
+        code = api.emit_code(args.file, args.emit, options, cuda_compiler=compiler, gate=gate)
+        write_file(code, Path(args.output))
+        return 0
     if args.emit:
         print(api.emit(args.file, args.emit, options), end="")
         return 0

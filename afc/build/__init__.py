@@ -158,7 +158,8 @@ def build_module(
     if gate:
         check_ptxas(*cubins)
     content = _content(spec, cubins, objects)
-    write_file(link_module(stem, content, toolchain, cache, python=python), destination)
+    module = link_module(stem, content, toolchain, cache, python=python)
+    write_file(module, destination, executable=True)
     hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
     return BuildReport(destination, tuple(cubins), len(cubins) + len(objects), hits)
 

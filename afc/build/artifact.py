@@ -441,15 +441,16 @@ def link_module(
         return _link_in(folder, stem, names, toolchain, cache, python)
 
 
-def write_file(data: bytes, destination: Path) -> None:
+def write_file(data: bytes, destination: Path, *, executable: bool = False) -> None:
     """Writes a file at once: whole under its name, or not at all; a module that is loaded from there is not
     disturbed.
 
     Raises UsageError E0521 if the folder cannot be written.
     """
+    mode = 0o777 if executable else 0o666
     temporary = destination.parent / f".{destination.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o777)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
