@@ -11,11 +11,12 @@ import hashlib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from afc import options as opt
 from afc import passes
@@ -25,6 +26,7 @@ from afc.build import (
     Cache,
     CppUnit,
     CudaUnit,
+    Fault,
     ModuleEntry,
     ModuleSpec,
     Toolchain,
@@ -32,10 +34,12 @@ from afc.build import (
     cached_module,
     check_ptxas,
     compile_cubin,
+    compile_cubins,
     find_module,
+    ptxas_faults,
 )
-from afc.build.artifact import module_stem, write_file
-from afc.errors import UsageError
+from afc.build.artifact import check_destination, module_stem, write_file
+from afc.errors import Diagnostic, UsageError, render
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
 from afc.frontend.dump import dump
@@ -48,9 +52,10 @@ from afc.render.cpu import render_cpu
 from afc.render.cuda import render_cuda
 from afc.runtime.describe import ABI_VERSION
 from afc.runtime.loading import import_module
-from afc.schedule.plan import schedule
+from afc.schedule.plan import next_tiles, schedule
 from afc.schedule.targets import cpu
 
+Gate = Literal["warn", "fail", "off"]
 TARGET_OF = {"cpu": "cpu", "cuda": "sm80"}
 
 
@@ -64,6 +69,13 @@ class Unit:
     symbol: str
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
+
+    def cuda(self, arch: Arch) -> CudaUnit:
+        """The unit's GPU code, to compile for an architecture."""
+        assert self.device_text is not None
+        kernels = [launch.kernel for launch in self.plan.launches]
+        shared = tuple((kernel.name, kernel.binding.shared_bytes) for kernel in kernels)
+        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared)
 
     def entry(self, archs: tuple[str, ...]) -> ModuleEntry:
         """The row of the module's table. `archs`: what the unit's GPU code is compiled for."""
@@ -114,8 +126,10 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
     return tuple(made)
 
 
-def _unit(program: Program, backend: str, storage: str, options: Options) -> Unit:
-    plan = schedule(program, TARGET_OF[backend], storage)
+def _unit(
+    program: Program, backend: str, storage: str, options: Options, steps: tuple[int, int] = (0, 0)
+) -> Unit:
+    plan = schedule(program, TARGET_OF[backend], storage, steps)
     if not options.backward:
         plan = replace(plan, backward=(), buffers=tuple(b for b in plan.buffers if "forward" in b.passes))
     symbol = f"{program.name}_{backend}_{storage}_{plan.semantics.head_qk}_{plan.semantics.head_v}"
@@ -127,18 +141,110 @@ def _unit(program: Program, backend: str, storage: str, options: Options) -> Uni
 
 def module_spec(checked: Checked, options: Options) -> ModuleSpec:
     """Texts, tables and metadata of a module."""
-    made = units(checked, options)
+    return _spec(checked, units(checked, options), options)
+
+
+def _spec(checked: Checked, made: tuple[Unit, ...], options: Options) -> ModuleSpec:
     archs = tuple(Arch.parse(a) for a in options.archs)
     cpp, cuda, entries = [], {}, []
     for unit in made:
         entry = unit.entry(options.archs)
         cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
         if unit.device_text is not None:
-            cuda[f"{unit.symbol}_images"] = tuple(
-                CudaUnit(unit.symbol, unit.device_text, arch) for arch in archs
-            )
+            cuda[f"{unit.symbol}_images"] = tuple(unit.cuda(arch) for arch in archs)
         entries.append(entry)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
+
+
+def _settle(
+    checked: Checked,
+    options: Options,
+    toolchain: Toolchain,
+    cache: Cache,
+    *,
+    jobs: int | None = None,
+    python: bool = True,
+) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
+    """The module with tiles that pass the gate, as far as there are such, and what to say of them.
+
+    A unit with a kernel that does not pass gets the next smaller tile there. If that passes, a note says so;
+    else a warning names what is wrong with the better of the two.
+    """
+    made = units(checked, options)
+    spec = _spec(checked, made, options)
+    if not spec.cuda:
+        return spec, ()
+    first = _faults(spec, toolchain, cache, jobs, python)
+    if not any(first.values()):
+        return spec, ()
+    smaller = {unit.symbol: _smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+    second: dict[str, list[Fault]] = {}
+    tried = tuple(unit for unit in smaller.values() if unit is not None)
+    if tried:
+        second = _faults(_spec(checked, tried, options), toolchain, cache, jobs, python)
+    final, notes = [], []
+    for unit in made:
+        faults, other = first.get(unit.symbol, []), smaller[unit.symbol]
+        better = other is not None and len(second[other.symbol]) < len(faults)
+        chosen = other if better and other is not None else unit
+        final.append(chosen)
+        notes += _gate_notes(chosen, faults, second[unit.symbol] if better else faults)
+    return _spec(checked, tuple(final), options), tuple(notes)
+
+
+def _faults(
+    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, jobs: int | None, python: bool
+) -> dict[str, list[Fault]]:
+    """What the gate objects to, by the symbol of the unit, each kernel's faults once."""
+    found = {}
+    for table, results in compile_cubins(spec, toolchain, cache, jobs=jobs, python=python).items():
+        found[table.removesuffix("_images")] = [fault for r in results for fault in ptxas_faults(r)]
+    return found
+
+
+def _smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
+    """The unit with the next smaller tile in the passes that have faults; None if there is none."""
+    if not faults:
+        return None
+    names = {fault.kernel for fault in faults}
+    late = {launch.kernel.name for launch in unit.plan.backward}
+    forward = any(launch.kernel.name in names for launch in unit.plan.forward) or "" in names
+    steps = next_tiles(unit.plan, forward, bool(late & names) or ("" in names and bool(late)))
+    if steps is None:
+        return None
+    return _unit(unit.program, unit.backend, unit.plan.semantics.storage, options, steps)
+
+
+def kernel_figures(checked: Checked, options: Options) -> list[str]:
+    """Lines on the GPU kernels of a file, compiled with the tiles that the gate leaves them; and its notes.
+
+    Raises what `compile_file` raises.
+    """
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+    spec, notes = _settle(checked, options, toolchain, cache, python=False)
+    lines = []
+    for results in compile_cubins(spec, toolchain, cache, python=False).values():
+        for result in results:
+            lines += [
+                f"  {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
+                f"{k.stack_bytes} of stack, {k.shared_bytes + k.dynamic_bytes} of shared memory, "
+                f"{k.code_bytes} of code"
+                for k in result.kernels
+            ]
+    return [*(lines or ["  none: this is not a GPU build (--backend cuda)"]), *map(render, notes)]
+
+
+def _gate_notes(unit: Unit, faults: list[Fault], left: list[Fault]) -> list[Diagnostic]:
+    """What to say of a unit with `faults` at first, of which are `left` with the tiles that it has now."""
+    tiles = ", ".join(
+        f"{launch.kernel.name} {launch.kernel.tile.queries} x {launch.kernel.tile.keys}"
+        for launch in unit.plan.launches
+        if launch.kernel.kind in ("forward", "backward")
+    )
+    if left:
+        hint = "the kernels are right, but slow: a smaller head size or a simpler score helps"
+        return [Diagnostic("E0510", "warning", f"{fault} (tiles: {tiles})", hint=hint) for fault in left]
+    return [Diagnostic("E0510", "note", f"smaller tiles are used ({tiles}): {fault}") for fault in faults[:1]]
 
 
 def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) -> str:
@@ -206,7 +312,7 @@ def compile_file(
     output: str | Path,
     options: Options | None = None,
     *,
-    gate: bool = True,
+    gate: Gate = "warn",
     jobs: int | None = None,
     cuda_compiler: str | None = None,
     python: bool = True,
@@ -215,6 +321,8 @@ def compile_file(
 ) -> BuildReport:
     """Compile a `.attn` file to a module that Python imports and C programs link.
 
+    `gate` is what happens to GPU kernels that spill registers or miss another limit. "warn": they get the
+    next smaller tile, and warnings if that does not help; "fail": errors E0510; "off": nothing.
     python=False leaves the Python part out, with what it needs to build. `header` is a C header to write,
     `depfile` a rule for make and ninja that names the files the module depends on.
 
@@ -224,14 +332,18 @@ def compile_file(
     """
     options = options or Options()
     checked, destination = check_file(path), Path(output)
-    spec = module_spec(checked, options)
-    toolchain = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler)
-    report = build_module(spec, destination, toolchain, Cache(), gate=gate, jobs=jobs, python=python)
+    check_destination(destination)
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler), Cache()
+    spec, notes = module_spec(checked, options), tuple[Diagnostic, ...]()
+    if gate == "warn":
+        spec, notes = _settle(checked, options, toolchain, cache, jobs=jobs, python=python)
+    strict = gate == "fail"
+    report = build_module(spec, destination, toolchain, cache, gate=strict, jobs=jobs, python=python)
     if header is not None:
         write_file(header_text(module_stem(destination), spec).encode(), Path(header))
     if depfile is not None:
         write_file(_make_rule(destination, checked).encode(), Path(depfile))
-    return report
+    return replace(report, notes=notes)
 
 
 def _make_rule(output: Path, checked: Checked) -> str:
@@ -324,14 +436,23 @@ def load_module(path: str | Path, options: Options) -> ModuleType:
 
     Raises SourceError, UsageError, ToolchainError; RuntimeError where nothing may be compiled now.
     """
-    spec = module_spec(check_file(path), options)
-    toolchain = Toolchain.find(cuda="cuda" in options.backends)
+    checked = check_file(path)
+    spec = module_spec(checked, options)
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+
+    def settle(_: ModuleSpec) -> ModuleSpec:
+        settled, notes = _settle(checked, options, toolchain, cache)
+        for note in notes:
+            if note.level == "warning":
+                warnings.warn(render(note), RuntimeWarning, stacklevel=2)
+        return settled
+
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
     place = _tracing()
     if place is None:
-        return import_module(cached_module(stem, spec, toolchain, Cache()))
-    found = find_module(stem, spec, toolchain, Cache())
+        return import_module(cached_module(stem, spec, toolchain, cache, gate=False, settle=settle))
+    found = find_module(stem, spec, toolchain, cache, gate=False)
     if found is None:
         raise RuntimeError(f"afc.load({str(path)!r}) would compile {place}: {_ahead(path)}")
     return import_module(found)
@@ -384,7 +505,7 @@ def _device_arch() -> str:
 
 
 def emit_code(
-    path: str | Path, form: str, options: Options, *, cuda_compiler: str | None = None, gate: bool = True
+    path: str | Path, form: str, options: Options, *, cuda_compiler: str | None = None, strict: bool = True
 ) -> bytes:
     """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
     cupy.RawModule loads, or `ptx`. Each kernel's one parameter is an afc_args by value.
@@ -405,11 +526,8 @@ def emit_code(
         arch = Arch.parse(arch.virtual)
     elif arch.ptx:
         raise UsageError.of("E0626", f"--emit cubin --arch {arch}: {arch} is PTX, not machine code")
-    device_text = made[0].device_text
-    assert device_text is not None
-    unit = CudaUnit(made[0].symbol, device_text, arch)
-    result = compile_cubin(unit, Toolchain.find(cuda=True, compiler=cuda_compiler), Cache())
-    if gate:
+    result = compile_cubin(made[0].cuda(arch), Toolchain.find(cuda=True, compiler=cuda_compiler), Cache())
+    if strict:
         check_ptxas(result)
     return result.cubin
 

@@ -59,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         "--emit", choices=(*STAGES, *CODE_FORMS), help="print a stage, or write GPU code, instead of building"
     )
     _build_options(compile_)
-    compile_.add_argument("--no-gate", action="store_true", help="accept GPU kernels that spill registers")
+    compile_.add_argument(
+        "--gate",
+        choices=("warn", "fail", "off"),
+        default="warn",
+        help="GPU kernels that spill registers: try a smaller tile and warn, fail, or say nothing",
+    )
     compile_.add_argument(
         "--cuda-compiler",
         choices=("nvcc", "nvrtc"),
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("what", metavar="CODE|FILE")
     explain.add_argument("--seq", type=int, default=4096, help="queries and keys (default: 4096)")
+    explain.add_argument("--kernels", action="store_true", help="compile GPU kernels and show their figures")
     _build_options(explain)
     explain.set_defaults(run=_explain)
 
@@ -209,8 +215,8 @@ def _compile(args: argparse.Namespace) -> int:
         if not args.output:
             hint = f"-o {Path(args.file).stem}.{args.emit}"
             raise UsageError.of("E0619", "where should the GPU code go?", hint=hint)
-        gate, compiler = not args.no_gate, args.cuda_compiler
-        code = api.emit_code(args.file, args.emit, options, cuda_compiler=compiler, gate=gate)
+        strict, compiler = args.gate == "fail", args.cuda_compiler
+        code = api.emit_code(args.file, args.emit, options, cuda_compiler=compiler, strict=strict)
         write_file(code, Path(args.output))
         return 0
     if args.emit:
@@ -226,13 +232,15 @@ def _compile(args: argparse.Namespace) -> int:
         args.file,
         args.output,
         options,
-        gate=not args.no_gate,
+        gate=args.gate,
         jobs=args.jobs,
         cuda_compiler=args.cuda_compiler,
         python=not args.no_python,
         header=args.header,
         depfile=args.depfile,
     )
+    for note in report.notes:
+        print(render(note), file=sys.stderr)
     if args.verbose:
         print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
         for cubin in report.cubins:
@@ -329,7 +337,7 @@ def _explain(args: argparse.Namespace) -> int:
     if explain.CODE.fullmatch(args.what) and not Path(args.what).exists():
         print(explain.explain_code(args.what), end="")
     else:
-        print(explain.explain_file(args.what, _options(args), args.seq), end="")
+        print(explain.explain_file(args.what, _options(args), args.seq, kernels=args.kernels), end="")
     return 0
 
 

@@ -12,7 +12,7 @@ The whole in one call is `build_module`; `cached_module` does the same into the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from afc.build.compile import (
     CppUnit,
     CubinResult,
     CudaUnit,
+    Fault,
     FunctionUsage,
     ObjectResult,
     abi_version,
@@ -54,6 +55,7 @@ from afc.build.toolchain import (
     find_nvcc,
     find_nvrtc,
 )
+from afc.errors import Diagnostic
 
 __all__ = [
     "Arch",
@@ -63,6 +65,7 @@ __all__ = [
     "CubinResult",
     "CudaCompiler",
     "CudaUnit",
+    "Fault",
     "FunctionUsage",
     "Image",
     "ModuleContent",
@@ -78,6 +81,7 @@ __all__ = [
     "check_ptxas",
     "compile_cpp",
     "compile_cubin",
+    "compile_cubins",
     "compile_units",
     "find_cuda",
     "find_cxx",
@@ -106,12 +110,15 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build made: the file, the cubins with ptxas' report, and how many units came from the cache."""
+    """What a build made: the file, the cubins with ptxas' report, how many units came from the cache; `notes`
+    are what the gate has to say.
+    """
 
     path: Path
     cubins: tuple[CubinResult, ...]
     units: int
     hits: int
+    notes: tuple[Diagnostic, ...] = ()
 
 
 def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
@@ -129,6 +136,16 @@ def _compile_all(
     cubins = [result for result in results if isinstance(result, CubinResult)]
     objects = [result for result in results if isinstance(result, ObjectResult)]
     return cubins, objects[len(objects) - len(spec.cpp) :]
+
+
+def compile_cubins(
+    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, jobs: int | None = None, python: bool = True
+) -> dict[str, tuple[CubinResult, ...]]:
+    """GPU code of a module by image table. What else it needs is compiled beside it, into the cache: a build
+    that follows has nothing left to compile. Raises ToolchainError.
+    """
+    remaining = iter(_compile_all(spec, toolchain, cache, jobs=jobs, python=python)[0])
+    return {symbol: tuple(next(remaining) for _ in group) for symbol, group in spec.cuda.items()}
 
 
 def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:
@@ -181,11 +198,15 @@ def cached_module(
     *,
     gate: bool = True,
     jobs: int | None = None,
+    settle: Callable[[ModuleSpec], ModuleSpec] | None = None,
 ) -> Path:
-    """Path of the module `stem` in the cache, built if it is not there. Raises ToolchainError."""
+    """Path of the module `stem` in the cache, built if it is not there; `settle` gives what is built in place
+    of `spec`, which names it. Raises ToolchainError.
+    """
 
     def build(folder: Path) -> None:
-        build_module(spec, folder / f"{stem}.so", toolchain, cache, gate=gate, jobs=jobs)
+        final = spec if settle is None else settle(spec)
+        build_module(final, folder / f"{stem}.so", toolchain, cache, gate=gate, jobs=jobs)
 
     entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
     return entry.path(f"{stem}.so")

@@ -13,9 +13,10 @@ import logging
 import os
 import re
 import signal
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -53,6 +54,11 @@ ISA_FLAGS = {
 
 COMPILE_SECONDS = 600.0
 
+# Shared memory of a block by compute capability, static and dynamic; what is not listed has the least.
+SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
+LEAST_SHARED = 99 << 10
+CODE_BYTES = 64 << 10  # of a kernel: more does not stay in the instruction caches
+
 _log = logging.getLogger("afc.build")
 
 _HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
@@ -62,7 +68,8 @@ _HEADER_SUFFIXES = (".h", ".hpp", ".cuh")
 class CudaUnit:
     """A CUDA text to compile for one architecture.
 
-    `name` is the stem of the file; `include_dirs` come before runtime/.
+    `name` is the stem of the file; `include_dirs` come before runtime/. `dynamic_shared`: (kernel, bytes)
+    that launches ask for, which no compiler sees and the gate adds to what it reports.
     """
 
     name: str
@@ -70,6 +77,7 @@ class CudaUnit:
     arch: Arch
     include_dirs: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
+    dynamic_shared: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name}.cu for {self.arch}"
@@ -96,7 +104,9 @@ class CppUnit:
 
 @dataclass(frozen=True)
 class FunctionUsage:
-    """What ptxas reports of a function. `registers` and static `shared_bytes` are known for entries only."""
+    """What ptxas reports of a function. For entries alone: `registers`, static `shared_bytes`, the
+    `dynamic_bytes` of shared memory that launches add, and `code_bytes` of machine code.
+    """
 
     name: str
     entry: bool
@@ -104,6 +114,8 @@ class FunctionUsage:
     spill_bytes: int = 0  # stores and loads
     stack_bytes: int = 0
     shared_bytes: int = 0
+    dynamic_bytes: int = 0
+    code_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -276,30 +288,81 @@ def parse_ptxas(log: str) -> tuple[FunctionUsage, ...]:
     return tuple(usages.values())
 
 
+def code_sizes(cubin: bytes) -> dict[str, int]:
+    """Bytes of machine code of each kernel: the sections .text.<kernel> of a cubin, an ELF file of 64 bits.
+
+    Empty for anything else.
+    """
+    if cubin[:5] != b"\x7fELF\x02" or len(cubin) < 64:
+        return {}
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry, count, names = struct.unpack_from("<3H", cubin, 58)
+    rows = [struct.unpack_from("<II4Q", cubin, table + number * entry) for number in range(count)]
+    start = rows[names][4]
+    sizes = {}
+    for name, _, _, _, _, size in rows:
+        text = cubin[start + name : cubin.index(b"\0", start + name)].decode()
+        if text.startswith(".text."):
+            sizes[text.removeprefix(".text.")] = size
+    return sizes
+
+
 def _cubin_result(unit: CudaUnit, cubin: bytes, log: str, hit: bool, toolkit: int) -> CubinResult:
     usages = parse_ptxas(log)
     warnings = tuple(line for line in log.splitlines() if _WARNING.search(line) or _SERIALIZED.search(line))
-    kernels = tuple(usage for usage in usages if usage.entry)
+    dynamic, code = dict(unit.dynamic_shared), {} if unit.arch.ptx else code_sizes(cubin)
+    kernels = tuple(
+        replace(usage, dynamic_bytes=dynamic.get(usage.name, 0), code_bytes=code.get(usage.name, 0))
+        for usage in usages
+        if usage.entry
+    )
     functions = tuple(usage for usage in usages if not usage.entry)
     return CubinResult(unit.name, unit.arch, cubin, kernels, functions, warnings, log, hit, toolkit)
 
 
-def ptxas_faults(result: CubinResult) -> list[str]:
-    """What the gate objects to, one line each: spilled registers, a stack frame, serialised wgmma (C75xx)."""
-    faults = []
-    for usage in (*result.kernels, *result.functions):
-        kind = "kernel" if usage.entry else "function"
-        if usage.spill_bytes or usage.stack_bytes:
-            faults.append(
-                f"{kind} {usage.name} for {result.arch}: {usage.registers} registers, "
-                f"{usage.spill_bytes} bytes spilled, {usage.stack_bytes} bytes of stack"
-            )
-    serialized = [line.strip() for line in result.warnings if _SERIALIZED.search(line)]
-    return faults + [f"{result.name} for {result.arch}: {line}" for line in serialized]
+@dataclass(frozen=True)
+class Fault:
+    """What the gate objects to in one kernel; `kernel` is empty where the compiler does not say which."""
+
+    kernel: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _usage_faults(usage: FunctionUsage, arch: Arch) -> Iterator[str]:
+    where = f"{'kernel' if usage.entry else 'function'} {usage.name} for {arch}"
+    if usage.spill_bytes or usage.stack_bytes:
+        yield (
+            f"{where}: {usage.registers} registers, {usage.spill_bytes} bytes spilled, {usage.stack_bytes} "
+            "bytes of stack"
+        )
+    shared, most = usage.shared_bytes + usage.dynamic_bytes, SHARED_BYTES.get(arch.capability, LEAST_SHARED)
+    if shared > most:
+        yield f"{where}: {shared} bytes of shared memory, a block has at most {most}"
+    if usage.code_bytes > CODE_BYTES:
+        yield f"{where}: {usage.code_bytes} bytes of machine code, more than {CODE_BYTES}"
+
+
+def ptxas_faults(result: CubinResult) -> list[Fault]:
+    """What the gate objects to: spilled registers, a stack frame, more shared memory than a block has, too
+    much code, serialised wgmma (C75xx).
+    """
+    faults = [
+        Fault(usage.name if usage.entry else "", text)
+        for usage in (*result.kernels, *result.functions)
+        for text in _usage_faults(usage, result.arch)
+    ]
+    for line in result.warnings:
+        if _SERIALIZED.search(line):
+            kernel = next((k.name for k in result.kernels if k.name in line), "")
+            faults.append(Fault(kernel, f"{result.name} for {result.arch}: {line.strip()}"))
+    return faults
 
 
 def check_ptxas(*results: CubinResult) -> None:
-    """The gate for shipped kernels: raises ToolchainError E0510, one diagnostic for each fault.
+    """The gate, strict: raises ToolchainError E0510, one diagnostic for each fault.
 
     Each names kernel, architecture and figures.
     """
@@ -307,7 +370,7 @@ def check_ptxas(*results: CubinResult) -> None:
     if not faulty:
         return
     hint = "choose a smaller tile or fewer stages, or build without the gate to look at it"
-    faults = [fault for result in faulty for fault in ptxas_faults(result)]
+    faults = [str(fault) for result in faulty for fault in ptxas_faults(result)]
     log = "\n".join(result.log for result in faulty)
     raise ToolchainError([Diagnostic("E0510", "error", fault, hint=hint) for fault in faults], log=log)
 

@@ -83,6 +83,24 @@ BACKWARD = (
     BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, 1),
 )
 
+
+def tiles_of(
+    head_qk: int, head_v: int, steps: tuple[int, int] = (0, 0)
+) -> tuple[ForwardTile | None, BackwardTile | None]:
+    """The tiles of both kernels, `steps` further down than the first that fit the heads; None past the end.
+
+    A further tile holds less: it is what is tried where a kernel does not fit in registers.
+    """
+    head = max(head_qk, head_v)
+    front = [tile for tile in FORWARD if head <= tile.head_max]
+    back = [tile for tile in BACKWARD if head <= tile.head_max]
+    first, second = steps
+    return (
+        front[first] if first < len(front) else None,
+        back[second] if second < len(back) else None,
+    )
+
+
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
