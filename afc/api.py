@@ -505,10 +505,16 @@ def _device_arch() -> str:
 
 
 def emit_code(
-    path: str | Path, form: str, options: Options, *, cuda_compiler: str | None = None, strict: bool = True
-) -> bytes:
+    path: str | Path,
+    form: str,
+    options: Options,
+    *,
+    cuda_compiler: str | None = None,
+    gate: Gate = "warn",
+) -> tuple[bytes, tuple[Diagnostic, ...]]:
     """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
-    cupy.RawModule loads, or `ptx`. Each kernel's one parameter is an afc_args by value.
+    cupy.RawModule loads, or `ptx`; and the gate's warnings. Each kernel's one parameter is an afc_args by
+    value. The tiles are those of the plan, whatever the gate says: whoever launches the kernels has to know.
 
     Raises SourceError, UsageError E0626, ToolchainError.
     """
@@ -527,9 +533,10 @@ def emit_code(
     elif arch.ptx:
         raise UsageError.of("E0626", f"--emit cubin --arch {arch}: {arch} is PTX, not machine code")
     result = compile_cubin(made[0].cuda(arch), Toolchain.find(cuda=True, compiler=cuda_compiler), Cache())
-    if strict:
+    if gate == "fail":
         check_ptxas(result)
-    return result.cubin
+    faults = ptxas_faults(result) if gate == "warn" else []
+    return result.cubin, tuple(_gate_notes(made[0], faults, faults))
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:

@@ -215,9 +215,12 @@ def _compile(args: argparse.Namespace) -> int:
         if not args.output:
             hint = f"-o {Path(args.file).stem}.{args.emit}"
             raise UsageError.of("E0619", "where should the GPU code go?", hint=hint)
-        strict, compiler = args.gate == "fail", args.cuda_compiler
-        code = api.emit_code(args.file, args.emit, options, cuda_compiler=compiler, strict=strict)
+        code, notes = api.emit_code(
+            args.file, args.emit, options, cuda_compiler=args.cuda_compiler, gate=args.gate
+        )
         write_file(code, Path(args.output))
+        for note in notes:
+            print(render(note), file=sys.stderr)
         return 0
     if args.emit:
         print(api.emit(args.file, args.emit, options), end="")

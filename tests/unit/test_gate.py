@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate on GPU kernels: what it objects to, the next smaller tile, and what is said if that does not help."""
+"""The gate on GPU kernels: its objections, the next smaller tile, and the warning if that does not help."""
 
 from __future__ import annotations
 
