@@ -492,16 +492,25 @@ def _cuda_available() -> bool:
 
 
 def _device_arch() -> str:
-    import torch
+    """The architecture of the current GPU of torch, or of CuPy where torch is missing or sees none."""
+    try:
+        import torch
 
-    if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            return f"sm_{major}{minor}"
+    except ImportError:
+        pass
+    try:
+        import cupy
+
+        return f"sm_{cupy.cuda.Device().compute_capability}"
+    except (ImportError, RuntimeError):  # CuPy's errors of a missing driver or GPU are RuntimeErrors
         raise UsageError.of(
             "E0615",
             "no GPU is visible to name an architecture by",
             hint="give `arch=`, for example arch='sm_90'",
-        )
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+        ) from None
 
 
 def emit_code(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from afc.api import module_spec
+from afc.api import emit, module_spec
 from afc.build import (
     Cache,
     CubinResult,
@@ -55,3 +57,21 @@ def test_same_kernels_through_nvrtc(nvrtc: Toolchain, name: str) -> None:
         assert ours.keys() == theirs.keys()
         allowed = 0 if result.toolkit == other.toolkit else MORE_REGISTERS
         assert all(abs(ours[k] - theirs[k]) <= allowed for k in ours), (result.arch, ours, theirs)
+
+
+def test_device_headers_need_nothing_that_nvrtc_lacks() -> None:
+    """Where there is no NVRTC to ask: no system header but the one runtime/rtc stands in for, no built-in
+    but those that it defines.
+    """
+    runtime = ROOT / "runtime"
+    stand_ins = {path.name for path in (runtime / "rtc").iterdir()}
+    defined = set(re.findall(r"#define (__builtin_\w+)", (runtime / "rtc" / "builtins.h").read_text()))
+    headers = [*runtime.glob("ptx/**/*.cuh"), *runtime.glob("tile/**/*.cuh"), *runtime.glob("abi/*.h")]
+    assert len(headers) > 20 and stand_ins == {"stdint.h", "builtins.h"}
+    for path in headers:
+        text = path.read_text(encoding="utf-8")
+        missing = set(re.findall(r"#include <([^>]+)>", text)) - stand_ins
+        missing |= set(re.findall(r"__builtin_\w+", text)) - defined
+        assert not missing, f"{path.name}: {missing}"
+    text = emit(ROOT / "examples" / "llama.attn", "cu", Options(("cuda",)))
+    assert "#include <" not in text and not set(re.findall(r"__builtin_\w+", text)) - defined
