@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +25,12 @@ from afc.build import (
     BuildReport,
     Cache,
     CppUnit,
+    CubinResult,
     CudaUnit,
     Fault,
     ModuleEntry,
     ModuleSpec,
+    Settle,
     Toolchain,
     build_module,
     cached_module,
@@ -156,50 +158,51 @@ def _spec(checked: Checked, made: tuple[Unit, ...], options: Options) -> ModuleS
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
 
 
-def _settle(
+def _settler(
     checked: Checked,
     options: Options,
+    made: tuple[Unit, ...],
     toolchain: Toolchain,
     cache: Cache,
     *,
     jobs: int | None = None,
     python: bool = True,
-) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
-    """The module with tiles that pass the gate, as far as there are such, and what to say of them.
+) -> Settle:
+    """What chooses tiles that pass the gate, as far as there are such, and tells what to say of them.
 
     A unit with a kernel that does not pass gets the next smaller tile there. If that passes, a note says so;
     else a warning names what is wrong with the better of the two.
     """
-    made = units(checked, options)
-    spec = _spec(checked, made, options)
-    if not spec.cuda:
-        return spec, ()
-    first = _faults(spec, toolchain, cache, jobs, python)
-    if not any(first.values()):
-        return spec, ()
-    smaller = {unit.symbol: _smaller(unit, first.get(unit.symbol, []), options) for unit in made}
-    second: dict[str, list[Fault]] = {}
-    tried = tuple(unit for unit in smaller.values() if unit is not None)
-    if tried:
-        second = _faults(_spec(checked, tried, options), toolchain, cache, jobs, python)
-    final, notes = [], []
-    for unit in made:
-        faults, other = first.get(unit.symbol, []), smaller[unit.symbol]
-        better = other is not None and len(second[other.symbol]) < len(faults)
-        chosen = other if better and other is not None else unit
-        final.append(chosen)
-        notes += _gate_notes(chosen, faults, second[unit.symbol] if better else faults)
-    return _spec(checked, tuple(final), options), tuple(notes)
+
+    def settle(
+        spec: ModuleSpec, results: Mapping[str, tuple[CubinResult, ...]]
+    ) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
+        first = _faults(results)
+        if not any(first.values()):
+            return spec, ()
+        smaller = {unit.symbol: _smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        tried = tuple(unit for unit in smaller.values() if unit is not None)
+        trial = _spec(checked, tried, options)
+        second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
+        final, notes = [], []
+        for unit in made:
+            chosen, faults, other = unit, first.get(unit.symbol, []), smaller[unit.symbol]
+            left = faults
+            if other is not None and len(second[unit.symbol]) < len(faults):
+                chosen, left = other, second[unit.symbol]
+            final.append(chosen)
+            notes += _gate_notes(chosen, faults, left)
+        return _spec(checked, tuple(final), options), tuple(notes)
+
+    return settle
 
 
-def _faults(
-    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, jobs: int | None, python: bool
-) -> dict[str, list[Fault]]:
-    """What the gate objects to, by the symbol of the unit, each kernel's faults once."""
-    found = {}
-    for table, results in compile_cubins(spec, toolchain, cache, jobs=jobs, python=python).items():
-        found[table.removesuffix("_images")] = [fault for r in results for fault in ptxas_faults(r)]
-    return found
+def _faults(results: Mapping[str, tuple[CubinResult, ...]]) -> dict[str, list[Fault]]:
+    """What the gate objects to, by the symbol of the unit."""
+    return {
+        table.removesuffix("_images"): [fault for result in group for fault in ptxas_faults(result)]
+        for table, group in results.items()
+    }
 
 
 def _smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
@@ -221,7 +224,10 @@ def kernel_figures(checked: Checked, options: Options) -> list[str]:
     Raises what `compile_file` raises.
     """
     toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
-    spec, notes = _settle(checked, options, toolchain, cache, python=False)
+    made = units(checked, options)
+    first = _spec(checked, made, options)
+    settle = _settler(checked, options, made, toolchain, cache, python=False)
+    spec, notes = settle(first, compile_cubins(first, toolchain, cache, python=False))
     lines = []
     for results in compile_cubins(spec, toolchain, cache, python=False).values():
         for result in results:
@@ -334,16 +340,24 @@ def compile_file(
     checked, destination = check_file(path), Path(output)
     check_destination(destination)
     toolchain, cache = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler), Cache()
-    spec, notes = module_spec(checked, options), tuple[Diagnostic, ...]()
-    if gate == "warn":
-        spec, notes = _settle(checked, options, toolchain, cache, jobs=jobs, python=python)
-    strict = gate == "fail"
-    report = build_module(spec, destination, toolchain, cache, gate=strict, jobs=jobs, python=python)
+    made = units(checked, options)
+    settle = _settler(checked, options, made, toolchain, cache, jobs=jobs, python=python)
+    spec = _spec(checked, made, options)
+    report = build_module(
+        spec,
+        destination,
+        toolchain,
+        cache,
+        gate=gate == "fail",
+        jobs=jobs,
+        python=python,
+        settle=settle if gate == "warn" else None,
+    )
     if header is not None:
         write_file(header_text(module_stem(destination), spec).encode(), Path(header))
     if depfile is not None:
         write_file(_make_rule(destination, checked).encode(), Path(depfile))
-    return replace(report, notes=notes)
+    return report
 
 
 def _make_rule(output: Path, checked: Checked) -> str:
@@ -437,21 +451,25 @@ def load_module(path: str | Path, options: Options) -> ModuleType:
     Raises SourceError, UsageError, ToolchainError; RuntimeError where nothing may be compiled now.
     """
     checked = check_file(path)
-    spec = module_spec(checked, options)
+    made = units(checked, options)
+    spec = _spec(checked, made, options)
     toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+    settle = _settler(checked, options, made, toolchain, cache)
 
-    def settle(_: ModuleSpec) -> ModuleSpec:
-        settled, notes = _settle(checked, options, toolchain, cache)
+    def settle_and_warn(
+        first: ModuleSpec, results: Mapping[str, tuple[CubinResult, ...]]
+    ) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
+        settled, notes = settle(first, results)
         for note in notes:
             if note.level == "warning":
                 warnings.warn(render(note), RuntimeWarning, stacklevel=2)
-        return settled
+        return settled, notes
 
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
     place = _tracing()
     if place is None:
-        return import_module(cached_module(stem, spec, toolchain, cache, gate=False, settle=settle))
+        return import_module(cached_module(stem, spec, toolchain, cache, gate=False, settle=settle_and_warn))
     found = find_module(stem, spec, toolchain, cache, gate=False)
     if found is None:
         raise RuntimeError(f"afc.load({str(path)!r}) would compile {place}: {_ahead(path)}")

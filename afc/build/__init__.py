@@ -74,6 +74,7 @@ __all__ = [
     "Nvcc",
     "Nvrtc",
     "ObjectResult",
+    "Settle",
     "Tool",
     "Toolchain",
     "build_module",
@@ -144,14 +145,23 @@ def compile_cubins(
     """GPU code of a module by image table. What else it needs is compiled beside it, into the cache: a build
     that follows has nothing left to compile. Raises ToolchainError.
     """
-    remaining = iter(_compile_all(spec, toolchain, cache, jobs=jobs, python=python)[0])
+    return _by_table(spec, _compile_all(spec, toolchain, cache, jobs=jobs, python=python)[0])
+
+
+def _by_table(spec: ModuleSpec, cubins: list[CubinResult]) -> dict[str, tuple[CubinResult, ...]]:
+    remaining = iter(cubins)
     return {symbol: tuple(next(remaining) for _ in group) for symbol, group in spec.cuda.items()}
 
 
 def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:
-    remaining = iter(cubins)
-    images = {symbol: tuple(Image.of(next(remaining)) for _ in group) for symbol, group in spec.cuda.items()}
+    tables = _by_table(spec, cubins).items()
+    images = {symbol: tuple(map(Image.of, results)) for symbol, results in tables}
     return ModuleContent(spec.entries, spec.metadata, tuple(item.data for item in objects), images)
+
+
+Settle = Callable[
+    [ModuleSpec, Mapping[str, tuple[CubinResult, ...]]], tuple[ModuleSpec, tuple[Diagnostic, ...]]
+]
 
 
 def build_module(
@@ -163,22 +173,31 @@ def build_module(
     gate: bool = True,
     jobs: int | None = None,
     python: bool = True,
+    settle: Settle | None = None,
 ) -> BuildReport:
     """Builds `destination` (a name like kernel.so, which is then its module name) from sources.
 
-    `gate` refuses kernels that spill, have a stack frame or serialise wgmma; `jobs` bounds compilers at once;
-    python=False leaves the Python part out. Raises UsageError for a bad destination, before anything is
-    compiled, and ToolchainError; nothing half-written is left.
+    `gate` refuses kernels that spill, have a stack frame or miss another limit; `settle` sees the GPU code
+    by image table and gives what is linked, the module itself or another, and notes for the report. `jobs`
+    bounds compilers at once; python=False leaves the Python part out. Raises UsageError for a bad
+    destination, before anything is compiled, and ToolchainError; nothing half-written is left.
     """
     stem = check_destination(destination)
     cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
+    units = len(cubins) + len(objects)
+    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
+    notes: tuple[Diagnostic, ...] = ()
+    if settle is not None:
+        settled, notes = settle(spec, _by_table(spec, cubins))
+        if settled is not spec:
+            spec = settled
+            cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
     if gate:
         check_ptxas(*cubins)
     content = _content(spec, cubins, objects)
     module = link_module(stem, content, toolchain, cache, python=python)
     write_file(module, destination, executable=True)
-    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
-    return BuildReport(destination, tuple(cubins), len(cubins) + len(objects), hits)
+    return BuildReport(destination, tuple(cubins), units, hits, notes)
 
 
 def _module_key(stem: str, spec: ModuleSpec, toolchain: Toolchain, gate: bool) -> str:
@@ -198,15 +217,16 @@ def cached_module(
     *,
     gate: bool = True,
     jobs: int | None = None,
-    settle: Callable[[ModuleSpec], ModuleSpec] | None = None,
+    settle: Settle | None = None,
 ) -> Path:
-    """Path of the module `stem` in the cache, built if it is not there; `settle` gives what is built in place
-    of `spec`, which names it. Raises ToolchainError.
+    """Path of the module `stem` in the cache, built (as `build_module` does) if it is not there.
+
+    It is found by `spec`, whatever `settle` makes of it. Raises ToolchainError.
     """
 
     def build(folder: Path) -> None:
-        final = spec if settle is None else settle(spec)
-        build_module(final, folder / f"{stem}.so", toolchain, cache, gate=gate, jobs=jobs)
+        destination = folder / f"{stem}.so"
+        build_module(spec, destination, toolchain, cache, gate=gate, jobs=jobs, settle=settle)
 
     entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
     return entry.path(f"{stem}.so")
