@@ -57,7 +57,7 @@ COMPILE_SECONDS = 600.0
 # Shared memory of a block by compute capability, static and dynamic; what is not listed has the least.
 SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
 LEAST_SHARED = 99 << 10
-CODE_BYTES = 64 << 10  # of a kernel: more does not stay in the instruction caches
+CODE_BYTES = 64 << 10  # of a shipped kernel: more does not stay in the instruction caches
 
 _log = logging.getLogger("afc.build")
 
@@ -341,13 +341,11 @@ def _usage_faults(usage: FunctionUsage, arch: Arch) -> Iterator[str]:
     shared, most = usage.shared_bytes + usage.dynamic_bytes, SHARED_BYTES.get(arch.capability, LEAST_SHARED)
     if shared > most:
         yield f"{where}: {shared} bytes of shared memory, a block has at most {most}"
-    if usage.code_bytes > CODE_BYTES:
-        yield f"{where}: {usage.code_bytes} bytes of machine code, more than {CODE_BYTES}"
 
 
 def ptxas_faults(result: CubinResult) -> list[Fault]:
-    """What the gate objects to: spilled registers, a stack frame, more shared memory than a block has, too
-    much code, serialised wgmma (C75xx).
+    """What the gate objects to: spilled registers, a stack frame, more shared memory than a block has,
+    serialised wgmma (C75xx).
     """
     faults = [
         Fault(usage.name if usage.entry else "", text)

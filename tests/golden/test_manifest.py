@@ -28,7 +28,7 @@ from afc.build import (
     compile_units,
     ptxas_faults,
 )
-from afc.build.compile import unit_key
+from afc.build.compile import CODE_BYTES, unit_key
 from afc.build.toolchain import Tool
 from afc.errors import ToolchainError, UsageError
 from afc.frontend import check_file
@@ -77,6 +77,21 @@ def record(result: CubinResult, key: str) -> dict[str, object]:
     return {"key": key, "kernels": {k.name: [getattr(k, f) for f in FIGURES] for k in result.kernels}}
 
 
+def too_large(name: str, result: CubinResult, known: dict[str, dict[str, object]]) -> list[str]:
+    """Kernels of more machine code than the limit, and more than recorded."""
+    kernels = known.get(name, {}).get("kernels", {})
+    assert isinstance(kernels, dict)
+    code = FIGURES.index("code_bytes")
+    texts = []
+    for kernel in result.kernels:
+        most = max(CODE_BYTES, kernels[kernel.name][code] if kernel.name in kernels else 0)
+        if kernel.code_bytes > most:
+            texts.append(
+                f"{name}: {kernel.name}: {kernel.code_bytes} bytes of machine code, more than {most}"
+            )
+    return texts
+
+
 def write(entries: dict[str, dict[str, object]], compiler: str) -> None:
     lines = [f"    {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)]
     text = f'{{\n  "compiler": {json.dumps(compiler)},\n  "figures": {json.dumps(FIGURES)},\n  "units": {{\n'
@@ -106,6 +121,8 @@ def test_changed_kernels_pass_the_gate(toolchain: Toolchain, update_manifest: bo
     made = compile_units([found[name] for name in (*chosen, *again)], toolchain, Cache())
     results = {n: r for n, r in zip((*chosen, *again), made, strict=True) if isinstance(r, CubinResult)}
     faults = [f"{name}: {fault}" for name, result in results.items() for fault in ptxas_faults(result)]
+    if not update_manifest:
+        faults += [text for name, result in results.items() for text in too_large(name, result, known)]
     assert not faults, f"AFC_MANIFEST_SEED={seed}\n" + "\n".join(faults)
     if update_manifest:
         fresh = {name: record(result, keys[name]) for name, result in results.items()}

@@ -403,7 +403,7 @@ int main() {
 def test_use_from_c_without_python(tmp_path: Path, cache: Cache, toolchain: Toolchain) -> None:
     build_module(cpu_spec(2.0), tmp_path / "kernel.so", toolchain, cache, python=False)
     (tmp_path / "main.c").write_text(C_PROGRAM)
-    command = ("gcc", "-I", str(paths.runtime()), "main.c", "./kernel.so", "-o", "main")
+    command = ("gcc", "-I", str(paths.runtime()), "main.c", "./kernel.so", "-Wl,-rpath,$ORIGIN", "-o", "main")
     subprocess.run(command, cwd=tmp_path, check=True)
     done = subprocess.run(["./main"], cwd=tmp_path, capture_output=True, text=True, check=True)
     good, reserved, size = done.stdout.splitlines()

@@ -19,7 +19,7 @@ from afc.build import (
     compile_cubin,
     ptxas_faults,
 )
-from afc.build.compile import CODE_BYTES, code_sizes
+from afc.build.compile import code_sizes
 from afc.errors import ToolchainError
 from afc.frontend import check_file
 from afc.options import Options
@@ -46,15 +46,13 @@ def result(usage: FunctionUsage, arch: str = "sm_86") -> CubinResult:
     return CubinResult("k", Arch.parse(arch), b"", (usage,), (), (), "")
 
 
-def test_limits_of_memory_and_code() -> None:
-    fits = FunctionUsage("k", True, 255, shared_bytes=1024, dynamic_bytes=98 * 1024, code_bytes=CODE_BYTES)
+def test_limit_of_shared_memory() -> None:
+    fits = FunctionUsage("k", True, 255, shared_bytes=1024, dynamic_bytes=98 * 1024)
     assert ptxas_faults(result(fits)) == []
     (fault,) = ptxas_faults(result(replace(fits, dynamic_bytes=98 * 1024 + 16)))
     assert fault.kernel == "k" and "101392 bytes of shared memory, a block has at most 101376" in fault.text
     assert ptxas_faults(result(replace(fits, dynamic_bytes=160 * 1024), "sm_80")) == []
     assert len(ptxas_faults(result(replace(fits, dynamic_bytes=160 * 1024), "sm_120"))) == 1
-    (fault,) = ptxas_faults(result(replace(fits, code_bytes=CODE_BYTES + 128)))
-    assert "65664 bytes of machine code" in str(fault)
 
 
 @pytest.mark.nvcc
