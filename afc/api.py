@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from afc import options as opt
 from afc import passes
@@ -23,19 +25,28 @@ from afc.build import (
     BuildReport,
     Cache,
     CppUnit,
+    CubinResult,
     CudaUnit,
+    Fault,
     ModuleEntry,
     ModuleSpec,
+    Settle,
     Toolchain,
     build_module,
     cached_module,
+    check_ptxas,
+    compile_cubin,
+    compile_cubins,
     find_module,
+    ptxas_faults,
 )
-from afc.errors import UsageError
+from afc.build.artifact import check_destination, module_stem, write_file
+from afc.errors import Diagnostic, UsageError, render
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
 from afc.frontend.dump import dump
 from afc.frontend.parser import parse
+from afc.header import header_text
 from afc.ir.program import Param, Program, TensorParam
 from afc.ir.tiled import LaunchPlan
 from afc.options import Options
@@ -43,9 +54,10 @@ from afc.render.cpu import render_cpu
 from afc.render.cuda import render_cuda
 from afc.runtime.describe import ABI_VERSION
 from afc.runtime.loading import import_module
-from afc.schedule.plan import schedule
+from afc.schedule.plan import next_tiles, schedule
 from afc.schedule.targets import cpu
 
+Gate = Literal["warn", "fail", "off"]
 TARGET_OF = {"cpu": "cpu", "cuda": "sm80"}
 
 
@@ -59,6 +71,13 @@ class Unit:
     symbol: str
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
+
+    def cuda(self, arch: Arch) -> CudaUnit:
+        """The unit's GPU code, to compile for an architecture."""
+        assert self.device_text is not None
+        kernels = [launch.kernel for launch in self.plan.launches]
+        shared = tuple((kernel.name, kernel.binding.shared_bytes) for kernel in kernels)
+        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared)
 
     def entry(self, archs: tuple[str, ...]) -> ModuleEntry:
         """The row of the module's table. `archs`: what the unit's GPU code is compiled for."""
@@ -109,8 +128,10 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
     return tuple(made)
 
 
-def _unit(program: Program, backend: str, storage: str, options: Options) -> Unit:
-    plan = schedule(program, TARGET_OF[backend], storage)
+def _unit(
+    program: Program, backend: str, storage: str, options: Options, steps: tuple[int, int] = (0, 0)
+) -> Unit:
+    plan = schedule(program, TARGET_OF[backend], storage, steps)
     if not options.backward:
         plan = replace(plan, backward=(), buffers=tuple(b for b in plan.buffers if "forward" in b.passes))
     symbol = f"{program.name}_{backend}_{storage}_{plan.semantics.head_qk}_{plan.semantics.head_v}"
@@ -122,18 +143,114 @@ def _unit(program: Program, backend: str, storage: str, options: Options) -> Uni
 
 def module_spec(checked: Checked, options: Options) -> ModuleSpec:
     """Texts, tables and metadata of a module."""
-    made = units(checked, options)
+    return _spec(checked, units(checked, options), options)
+
+
+def _spec(checked: Checked, made: tuple[Unit, ...], options: Options) -> ModuleSpec:
     archs = tuple(Arch.parse(a) for a in options.archs)
     cpp, cuda, entries = [], {}, []
     for unit in made:
         entry = unit.entry(options.archs)
         cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
         if unit.device_text is not None:
-            cuda[f"{unit.symbol}_images"] = tuple(
-                CudaUnit(unit.symbol, unit.device_text, arch) for arch in archs
-            )
+            cuda[f"{unit.symbol}_images"] = tuple(unit.cuda(arch) for arch in archs)
         entries.append(entry)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
+
+
+def _settler(
+    checked: Checked,
+    options: Options,
+    made: tuple[Unit, ...],
+    toolchain: Toolchain,
+    cache: Cache,
+    *,
+    jobs: int | None = None,
+    python: bool = True,
+) -> Settle:
+    """What chooses tiles that pass the gate, as far as there are such, and tells what to say of them.
+
+    A unit with a kernel that does not pass gets the next smaller tile there. If that passes, a note says so;
+    else a warning names what is wrong with the better of the two.
+    """
+
+    def settle(
+        spec: ModuleSpec, results: Mapping[str, tuple[CubinResult, ...]]
+    ) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
+        first = _faults(results)
+        if not any(first.values()):
+            return spec, ()
+        smaller = {unit.symbol: _smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        tried = tuple(unit for unit in smaller.values() if unit is not None)
+        trial = _spec(checked, tried, options)
+        second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
+        final, notes = [], []
+        for unit in made:
+            chosen, faults, other = unit, first.get(unit.symbol, []), smaller[unit.symbol]
+            left = faults
+            if other is not None and len(second[unit.symbol]) < len(faults):
+                chosen, left = other, second[unit.symbol]
+            final.append(chosen)
+            notes += _gate_notes(chosen, faults, left)
+        return _spec(checked, tuple(final), options), tuple(notes)
+
+    return settle
+
+
+def _faults(results: Mapping[str, tuple[CubinResult, ...]]) -> dict[str, list[Fault]]:
+    """What the gate objects to, by the symbol of the unit."""
+    return {
+        table.removesuffix("_images"): [fault for result in group for fault in ptxas_faults(result)]
+        for table, group in results.items()
+    }
+
+
+def _smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
+    """The unit with the next smaller tile in the passes that have faults; None if there is none."""
+    if not faults:
+        return None
+    names = {fault.kernel for fault in faults}
+    late = {launch.kernel.name for launch in unit.plan.backward}
+    forward = any(launch.kernel.name in names for launch in unit.plan.forward) or "" in names
+    steps = next_tiles(unit.plan, forward, bool(late & names) or ("" in names and bool(late)))
+    if steps is None:
+        return None
+    return _unit(unit.program, unit.backend, unit.plan.semantics.storage, options, steps)
+
+
+def kernel_figures(checked: Checked, options: Options) -> list[str]:
+    """Lines on the GPU kernels of a file, compiled with the tiles that the gate leaves them; and its notes.
+
+    Raises what `compile_file` raises.
+    """
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+    made = units(checked, options)
+    first = _spec(checked, made, options)
+    settle = _settler(checked, options, made, toolchain, cache, python=False)
+    spec, notes = settle(first, compile_cubins(first, toolchain, cache, python=False))
+    lines = []
+    for results in compile_cubins(spec, toolchain, cache, python=False).values():
+        for result in results:
+            lines += [
+                f"  {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
+                f"{k.stack_bytes} of stack, {k.shared_bytes + k.dynamic_bytes} of shared memory, "
+                f"{k.code_bytes} of code"
+                for k in result.kernels
+            ]
+    return [*(lines or ["  none: this is not a GPU build (--backend cuda)"]), *map(render, notes)]
+
+
+def _gate_notes(unit: Unit, faults: list[Fault], left: list[Fault]) -> list[Diagnostic]:
+    """What to say of a unit with `faults` at first, of which are `left` with the tiles that it has now."""
+    tiles = ", ".join(
+        f"{launch.kernel.name} {launch.kernel.tile.queries} x {launch.kernel.tile.keys}"
+        for launch in unit.plan.launches
+        if launch.kernel.kind in ("forward", "backward")
+    )
+    if left:
+        hint = "the kernels are right, but slow: a smaller head size or a simpler score helps"
+        return [Diagnostic("E0510", "warning", f"{fault} (tiles: {tiles})", hint=hint) for fault in left]
+    return [Diagnostic("E0510", "note", f"smaller tiles are used ({tiles}): {fault}") for fault in faults[:1]]
 
 
 def _metadata(checked: Checked, made: tuple[Unit, ...], archs: tuple[str, ...]) -> str:
@@ -201,17 +318,53 @@ def compile_file(
     output: str | Path,
     options: Options | None = None,
     *,
-    gate: bool = True,
+    gate: Gate = "warn",
     jobs: int | None = None,
+    cuda_compiler: str | None = None,
+    python: bool = True,
+    header: str | Path | None = None,
+    depfile: str | Path | None = None,
 ) -> BuildReport:
-    """Compile a `.attn` file to a module that Python imports.
+    """Compile a `.attn` file to a module that Python imports and C programs link.
+
+    `gate` is what happens to GPU kernels that spill registers or miss another limit. "warn": they get the
+    next smaller tile, and warnings if that does not help; "fail": errors E0510; "off": nothing.
+    python=False leaves the Python part out, with what it needs to build. `header` is a C header to write,
+    `depfile` a rule for make and ninja that names the files the module depends on.
+
+    `cuda_compiler` is "nvcc" or "nvrtc"; by default nvcc, and NVRTC where there is no nvcc.
 
     Raises SourceError, UsageError, ToolchainError.
     """
     options = options or Options()
-    spec = module_spec(check_file(path), options)
-    toolchain = Toolchain.find(cuda="cuda" in options.backends)
-    return build_module(spec, Path(output), toolchain, Cache(), gate=gate, jobs=jobs)
+    checked, destination = check_file(path), Path(output)
+    check_destination(destination)
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends, compiler=cuda_compiler), Cache()
+    made = units(checked, options)
+    settle = _settler(checked, options, made, toolchain, cache, jobs=jobs, python=python)
+    spec = _spec(checked, made, options)
+    report = build_module(
+        spec,
+        destination,
+        toolchain,
+        cache,
+        gate=gate == "fail",
+        jobs=jobs,
+        python=python,
+        settle=settle if gate == "warn" else None,
+    )
+    if header is not None:
+        write_file(header_text(module_stem(destination), spec).encode(), Path(header))
+    if depfile is not None:
+        write_file(_make_rule(destination, checked).encode(), Path(depfile))
+    return report
+
+
+def _make_rule(output: Path, checked: Checked) -> str:
+    """`output: sources`, as make reads it."""
+    sources = [name for name in checked.texts if Path(name).is_file()]
+    names = [re.sub(r"([ #\\])", r"\\\1", name).replace("$", "$$") for name in (str(output), *sources)]
+    return f"{names[0]}: {' '.join(names[1:])}\n"
 
 
 def load(
@@ -297,14 +450,27 @@ def load_module(path: str | Path, options: Options) -> ModuleType:
 
     Raises SourceError, UsageError, ToolchainError; RuntimeError where nothing may be compiled now.
     """
-    spec = module_spec(check_file(path), options)
-    toolchain = Toolchain.find(cuda="cuda" in options.backends)
+    checked = check_file(path)
+    made = units(checked, options)
+    spec = _spec(checked, made, options)
+    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+    settle = _settler(checked, options, made, toolchain, cache)
+
+    def settle_and_warn(
+        first: ModuleSpec, results: Mapping[str, tuple[CubinResult, ...]]
+    ) -> tuple[ModuleSpec, tuple[Diagnostic, ...]]:
+        settled, notes = settle(first, results)
+        for note in notes:
+            if note.level == "warning":
+                warnings.warn(render(note), RuntimeWarning, stacklevel=2)
+        return settled, notes
+
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
     place = _tracing()
     if place is None:
-        return import_module(cached_module(stem, spec, toolchain, Cache()))
-    found = find_module(stem, spec, toolchain, Cache())
+        return import_module(cached_module(stem, spec, toolchain, cache, gate=False, settle=settle_and_warn))
+    found = find_module(stem, spec, toolchain, cache, gate=False)
     if found is None:
         raise RuntimeError(f"afc.load({str(path)!r}) would compile {place}: {_ahead(path)}")
     return import_module(found)
@@ -344,16 +510,60 @@ def _cuda_available() -> bool:
 
 
 def _device_arch() -> str:
-    import torch
+    """The architecture of the current GPU of torch, or of CuPy where torch is missing or sees none."""
+    try:
+        import torch
 
-    if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            return f"sm_{major}{minor}"
+    except ImportError:
+        pass
+    try:
+        import cupy
+
+        return f"sm_{cupy.cuda.Device().compute_capability}"
+    except (ImportError, RuntimeError):  # CuPy's errors of a missing driver or GPU are RuntimeErrors
         raise UsageError.of(
             "E0615",
             "no GPU is visible to name an architecture by",
             hint="give `arch=`, for example arch='sm_90'",
+        ) from None
+
+
+def emit_code(
+    path: str | Path,
+    form: str,
+    options: Options,
+    *,
+    cuda_compiler: str | None = None,
+    gate: Gate = "warn",
+) -> tuple[bytes, tuple[Diagnostic, ...]]:
+    """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
+    cupy.RawModule loads, or `ptx`; and the gate's warnings. Each kernel's one parameter is an afc_args by
+    value. The tiles are those of the plan, whatever the gate says: whoever launches the kernels has to know.
+
+    Raises SourceError, UsageError E0626, ToolchainError.
+    """
+    made = units(check_file(path), replace(options, backends=("cuda",)))
+    archs = options.archs
+    if len(made) != 1 or len(archs) != 1:
+        raise UsageError.of(
+            "E0626",
+            f"--emit {form} gives the code of one attention, head size, dtype and architecture; "
+            f"here are {len(made)} configuration(s) for {', '.join(archs)}",
+            hint="for example: -D D=64 --dtype bf16 --arch sm_90",
         )
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+    arch = Arch.parse(archs[0])
+    if form == "ptx":
+        arch = Arch.parse(arch.virtual)
+    elif arch.ptx:
+        raise UsageError.of("E0626", f"--emit cubin --arch {arch}: {arch} is PTX, not machine code")
+    result = compile_cubin(made[0].cuda(arch), Toolchain.find(cuda=True, compiler=cuda_compiler), Cache())
+    if gate == "fail":
+        check_ptxas(result)
+    faults = ptxas_faults(result) if gate == "warn" else []
+    return result.cubin, tuple(_gate_notes(made[0], faults, faults))
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:

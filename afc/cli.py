@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `afc compile | check | test | explain | viz | doctor | cache`.
+"""The command line: `afc compile | check | test | explain | viz | doctor | config | cache`.
 
 Exit codes: 0 done, 1 the source is wrong, 2 the request is wrong, 3 a compiler is missing or failed, 70 a
 fault of afc.
@@ -20,6 +20,7 @@ from afc import __version__
 from afc.errors import AfcError, Diagnostic, SourceError, ToolchainError, UsageError, render
 from afc.errors import to_json as diagnostic_json
 
+CODE_FORMS = ("cubin", "ptx")  # bytes for a file; the stages are texts
 STAGES = ("ast", "program", "plan", "tiled", "cpp", "cu", "launch")
 
 
@@ -54,9 +55,26 @@ def _parser() -> argparse.ArgumentParser:
     compile_ = commands.add_parser("compile", help="compile a .attn file to an importable module")
     compile_.add_argument("file")
     compile_.add_argument("-o", "--output", help="the module to write, such as kernel.so")
-    compile_.add_argument("--emit", choices=STAGES, help="print a stage instead of building")
+    compile_.add_argument(
+        "--emit", choices=(*STAGES, *CODE_FORMS), help="print a stage, or write GPU code, instead of building"
+    )
     _build_options(compile_)
-    compile_.add_argument("--no-gate", action="store_true", help="accept GPU kernels that spill registers")
+    compile_.add_argument(
+        "--gate",
+        choices=("warn", "fail", "off"),
+        default="warn",
+        help="GPU kernels that spill registers: try a smaller tile and warn, fail, or say nothing",
+    )
+    compile_.add_argument(
+        "--cuda-compiler",
+        choices=("nvcc", "nvrtc"),
+        help="what compiles the GPU kernels (default: nvcc, and NVRTC where there is no nvcc)",
+    )
+    compile_.add_argument(
+        "--no-python", action="store_true", help="leave the Python part out: for C programs"
+    )
+    compile_.add_argument("--header", metavar="FILE.h", help="write a C header of the module's functions")
+    compile_.add_argument("--depfile", metavar="FILE.d", help="write which files the module depends on")
     compile_.add_argument("-j", "--jobs", type=int, help="compilers at once")
     compile_.add_argument("-v", "--verbose", action="store_true", help="say what was built")
     compile_.add_argument("--json", action="store_true", help="errors as JSON on stdout")
@@ -76,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("what", metavar="CODE|FILE")
     explain.add_argument("--seq", type=int, default=4096, help="queries and keys (default: 4096)")
+    explain.add_argument("--kernels", action="store_true", help="compile GPU kernels and show their figures")
     _build_options(explain)
     explain.set_defaults(run=_explain)
 
@@ -87,9 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     _build_options(viz)
     viz.set_defaults(run=_viz)
 
-    doctor = commands.add_parser("doctor", help="say which compilers were found, and where")
+    doctor = commands.add_parser("doctor", help="say what was found, where, and what mends what is missing")
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=_doctor)
+
+    config = commands.add_parser("config", help="print a folder: of the CMake package, or of the C headers")
+    config.add_argument("what", choices=("cmake", "include"))
+    config.set_defaults(run=_config)
 
     cache = commands.add_parser("cache", help="the cache of compiled modules")
     cache.add_argument("action", choices=("dir", "ls", "clean"))
@@ -99,9 +122,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where nvcc is found)"
+        "--backend", help="cpu, cuda or cpu,cuda (default: cpu, and cuda where a CUDA compiler is found)"
     )
-    parser.add_argument("--arch", help="GPU architectures, such as sm_80,sm_90 (default: sm_80,sm_90,sm_120)")
+    parser.add_argument(
+        "--arch",
+        help="GPU architectures, such as sm_80,sm_90, or compute_80 for PTX that the driver compiles "
+        "(default: sm_80,sm_90,sm_120,compute_80)",
+    )
     parser.add_argument(
         "--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)"
     )
@@ -154,7 +181,9 @@ def _archs(text: str) -> tuple[str, ...]:
             arch = Arch.parse(part)
         except ValueError as error:
             raise UsageError.of(
-                "E0618", f"--arch {part}: {error}", hint="for example sm_90, or compute_86:sm_90"
+                "E0618",
+                f"--arch {part}: {error}",
+                hint="for example sm_90, compute_86:sm_90, or compute_80 for PTX",
             ) from None
         if arch.virtual_capability < 80:
             raise UsageError.of(
@@ -167,10 +196,10 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
     """The CPU; for a build also CUDA, where its compiler is found."""
     if args.command != "compile" or args.emit:
         return ("cpu",)
-    from afc.build import find_nvcc
+    from afc.build import find_cuda
 
     try:
-        find_nvcc()
+        find_cuda(args.cuda_compiler)
     except ToolchainError:
         return ("cpu",)
     return ("cpu", "cuda")
@@ -178,9 +207,21 @@ def _default_backends(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _compile(args: argparse.Namespace) -> int:
     from afc import api
+    from afc.build.artifact import write_file
     from afc.frontend import check_file
 
     options = _options(args)
+    if args.emit in CODE_FORMS:
+        if not args.output:
+            hint = f"-o {Path(args.file).stem}.{args.emit}"
+            raise UsageError.of("E0619", "where should the GPU code go?", hint=hint)
+        code, notes = api.emit_code(
+            args.file, args.emit, options, cuda_compiler=args.cuda_compiler, gate=args.gate
+        )
+        write_file(code, Path(args.output))
+        for note in notes:
+            print(render(note), file=sys.stderr)
+        return 0
     if args.emit:
         print(api.emit(args.file, args.emit, options), end="")
         return 0
@@ -190,7 +231,19 @@ def _compile(args: argparse.Namespace) -> int:
         )
     for note in check_file(args.file).notes:
         print(render(note), file=sys.stderr)
-    report = api.compile_file(args.file, args.output, options, gate=not args.no_gate, jobs=args.jobs)
+    report = api.compile_file(
+        args.file,
+        args.output,
+        options,
+        gate=args.gate,
+        jobs=args.jobs,
+        cuda_compiler=args.cuda_compiler,
+        python=not args.no_python,
+        header=args.header,
+        depfile=args.depfile,
+    )
+    for note in report.notes:
+        print(render(note), file=sys.stderr)
     if args.verbose:
         print(f"{report.path}: {report.units} unit(s), {report.hits} from the cache", file=sys.stderr)
         for cubin in report.cubins:
@@ -287,7 +340,7 @@ def _explain(args: argparse.Namespace) -> int:
     if explain.CODE.fullmatch(args.what) and not Path(args.what).exists():
         print(explain.explain_code(args.what), end="")
     else:
-        print(explain.explain_file(args.what, _options(args), args.seq), end="")
+        print(explain.explain_file(args.what, _options(args), args.seq, kernels=args.kernels), end="")
     return 0
 
 
@@ -306,22 +359,18 @@ def _viz(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from afc.build import Cache, find_cxx, find_nvcc
+    from afc import doctor
 
-    found: dict[str, Any] = {"afc": __version__, "python": sys.version.split()[0]}
-    for name, find in (("g++", find_cxx), ("nvcc", find_nvcc)):
-        try:
-            found[name] = str(find())
-        except ToolchainError as error:
-            found[name] = None
-            found[f"{name} searched"] = list(error.searched)
-    found["cache"] = str(Cache().root)
-    if args.json:
-        print(json.dumps(found))
-    else:
-        for key, value in found.items():
-            print(f"{key:14} {value if value is not None else 'not found'}")
-    return 0 if found["g++"] else 3
+    findings = doctor.examine()
+    print(json.dumps(doctor.as_json(findings)) if args.json else doctor.report(findings))
+    return 3 if any(finding.bad for finding in findings) else 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from afc import paths
+
+    print(paths.cmake() if args.what == "cmake" else paths.runtime())
+    return 0
 
 
 def _cache(args: argparse.Namespace) -> int:

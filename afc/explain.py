@@ -238,8 +238,11 @@ def _reason(expr: Expr) -> str:
 # ---- a program -------------------------------------------------------------------------------------------
 
 
-def explain_file(path: str | Path, options: Options, length: int) -> str:
-    """What a file's attentions become. Raises SourceError, UsageError."""
+def explain_file(path: str | Path, options: Options, length: int, *, kernels: bool = False) -> str:
+    """What a file's attentions become; with `kernels` GPU code is compiled and its figures shown.
+
+    Raises SourceError, UsageError; with `kernels` also ToolchainError.
+    """
     check_length(length)
     checked = check_file(path)
     originals = {p.name: p for p in checked.programs}
@@ -253,6 +256,8 @@ def explain_file(path: str | Path, options: Options, length: int) -> str:
                 ]
             )
         )
+    if kernels:
+        parts.append("\n".join(["kernels:", *api.kernel_figures(checked, options)]))
     return "\n\n".join(parts) + "\n"
 
 

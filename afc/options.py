@@ -29,9 +29,9 @@ DTYPES = {
     "half": "float16",
 }
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-# Machine code that every GPU from compute capability 8.0 on can run (a GPU runs the code of an earlier minor
-# version).
-DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_120")
+# Code that every GPU from compute capability 8.0 on can run: a GPU runs the machine code of an earlier minor
+# version, and the driver compiles the PTX for all that are not of these families.
+DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_120", "compute_80")
 DEFAULT_HEAD = 128
 
 Constant = int | float | bool
@@ -40,8 +40,8 @@ Constant = int | float | bool
 @dataclass(frozen=True)
 class Options:
     """`heads`: (Dqk, Dv) pairs; `dtypes`: storage types, empty for each backend's default; `constants`:
-    run-time parameters fixed at compile time; `archs`: `sm_90`, or `compute_86:sm_90` for one feature
-    level on another."""
+    run-time parameters fixed at compile time; `archs`: `sm_90`, `compute_86:sm_90` for one feature
+    level on another, or `compute_80` for PTX."""
 
     backends: tuple[str, ...] = ("cpu",)
     heads: tuple[tuple[int, int], ...] = ((DEFAULT_HEAD, DEFAULT_HEAD),)

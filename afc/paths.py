@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the data folders of afc are: `grammar`, `templates`, `runtime`, `docs`.
+"""Where the data folders of afc are: `grammar`, `templates`, `runtime`, `cmake`, `docs`.
 
 In a checkout they lie beside the package; a wheel carries them inside it, under `afc/_data`.
 """
@@ -14,7 +14,13 @@ _PACKAGE = Path(__file__).resolve().parent
 
 # A part that each folder must have: a foreign folder of the same name beside an installed package is not
 # taken.
-_PROOF = {"grammar": "prelude", "templates": "cpu", "runtime": "abi/afc_abi.h", "docs": "errors.md"}
+_PROOF = {
+    "grammar": "prelude",
+    "templates": "cpu",
+    "runtime": "abi/afc_abi.h",
+    "cmake": "afcConfig.cmake",
+    "docs": "errors.md",
+}
 
 
 def _find(name: str) -> Path:
@@ -43,6 +49,11 @@ def templates() -> Path:
 def runtime() -> Path:
     """Folder of the C++ and CUDA headers and of the host sources. Raises AfcError E0901 if it is missing."""
     return _find("runtime")
+
+
+def cmake() -> Path:
+    """Folder of the CMake package. Raises AfcError E0901 if it is missing."""
+    return _find("cmake")
 
 
 def docs() -> Path:

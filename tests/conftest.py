@@ -10,6 +10,17 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files that differ")
+    parser.addoption(
+        "--update-manifest",
+        action="store_true",
+        help="compile GPU kernels that changed and record their figures",
+    )
+
+
+@pytest.fixture
+def update_manifest(request: pytest.FixtureRequest) -> bool:
+    """Whether the manifest of GPU kernels is to be brought up to date."""
+    return bool(request.config.getoption("--update-manifest"))
 
 
 @pytest.fixture

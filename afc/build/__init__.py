@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts to an importable module: compile, check, link, write.
 
-    toolchain   finding g++ and nvcc, their versions
+    toolchain   finding g++, nvcc and NVRTC, their versions
     sources     what of a text reaches the machine code
     cache       entries on disk, made once, verified when read
     compile     texts to objects and cubins; the gate on ptxas' report
@@ -12,7 +12,7 @@ The whole in one call is `build_module`; `cached_module` does the same into the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +25,14 @@ from afc.build.artifact import (
     host_units,
     link_module,
     stub_text,
-    write_module,
+    write_file,
 )
 from afc.build.cache import Cache, cache_key
 from afc.build.compile import (
     CppUnit,
     CubinResult,
     CudaUnit,
+    Fault,
     FunctionUsage,
     ObjectResult,
     abi_version,
@@ -42,7 +43,19 @@ from afc.build.compile import (
     ptxas_faults,
     unit_key,
 )
-from afc.build.toolchain import Arch, Nvcc, Tool, Toolchain, find_cxx, find_nvcc
+from afc.build.toolchain import (
+    Arch,
+    CudaCompiler,
+    Nvcc,
+    Nvrtc,
+    Tool,
+    Toolchain,
+    find_cuda,
+    find_cxx,
+    find_nvcc,
+    find_nvrtc,
+)
+from afc.errors import Diagnostic
 
 __all__ = [
     "Arch",
@@ -50,14 +63,18 @@ __all__ = [
     "Cache",
     "CppUnit",
     "CubinResult",
+    "CudaCompiler",
     "CudaUnit",
+    "Fault",
     "FunctionUsage",
     "Image",
     "ModuleContent",
     "ModuleEntry",
     "ModuleSpec",
     "Nvcc",
+    "Nvrtc",
     "ObjectResult",
+    "Settle",
     "Tool",
     "Toolchain",
     "build_module",
@@ -65,10 +82,13 @@ __all__ = [
     "check_ptxas",
     "compile_cpp",
     "compile_cubin",
+    "compile_cubins",
     "compile_units",
+    "find_cuda",
     "find_cxx",
     "find_module",
     "find_nvcc",
+    "find_nvrtc",
     "link_module",
     "ptxas_faults",
 ]
@@ -91,18 +111,21 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build made: the file, the cubins with ptxas' report, and how many units came from the cache."""
+    """What a build made: the file, the cubins with ptxas' report, how many units came from the cache; `notes`
+    are what the gate has to say.
+    """
 
     path: Path
     cubins: tuple[CubinResult, ...]
     units: int
     hits: int
+    notes: tuple[Diagnostic, ...] = ()
 
 
 def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
-    """CUDA units by image table, the module's C++ units, then the host sources."""
+    """In the order of starting compilers: host sources, CUDA units by image table, the module's C++ units."""
     cuda = [unit for group in spec.cuda.values() for unit in group]
-    return [*cuda, *spec.cpp, *host_units(python=python, gpu=bool(cuda))]
+    return [*host_units(python=python, gpu=bool(cuda)), *cuda, *spec.cpp]
 
 
 def _compile_all(
@@ -113,13 +136,32 @@ def _compile_all(
     results = compile_units(units, toolchain, cache, jobs=jobs)
     cubins = [result for result in results if isinstance(result, CubinResult)]
     objects = [result for result in results if isinstance(result, ObjectResult)]
-    return cubins, objects[: len(spec.cpp)]
+    return cubins, objects[len(objects) - len(spec.cpp) :]
+
+
+def compile_cubins(
+    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, jobs: int | None = None, python: bool = True
+) -> dict[str, tuple[CubinResult, ...]]:
+    """GPU code of a module by image table. What else it needs is compiled beside it, into the cache: a build
+    that follows has nothing left to compile. Raises ToolchainError.
+    """
+    return _by_table(spec, _compile_all(spec, toolchain, cache, jobs=jobs, python=python)[0])
+
+
+def _by_table(spec: ModuleSpec, cubins: list[CubinResult]) -> dict[str, tuple[CubinResult, ...]]:
+    remaining = iter(cubins)
+    return {symbol: tuple(next(remaining) for _ in group) for symbol, group in spec.cuda.items()}
 
 
 def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:
-    remaining = iter(cubins)
-    images = {symbol: tuple(Image.of(next(remaining)) for _ in group) for symbol, group in spec.cuda.items()}
+    tables = _by_table(spec, cubins).items()
+    images = {symbol: tuple(map(Image.of, results)) for symbol, results in tables}
     return ModuleContent(spec.entries, spec.metadata, tuple(item.data for item in objects), images)
+
+
+Settle = Callable[
+    [ModuleSpec, Mapping[str, tuple[CubinResult, ...]]], tuple[ModuleSpec, tuple[Diagnostic, ...]]
+]
 
 
 def build_module(
@@ -131,21 +173,31 @@ def build_module(
     gate: bool = True,
     jobs: int | None = None,
     python: bool = True,
+    settle: Settle | None = None,
 ) -> BuildReport:
     """Builds `destination` (a name like kernel.so, which is then its module name) from sources.
 
-    `gate` refuses kernels that spill, have a stack frame or serialise wgmma; `jobs` bounds compilers at once;
-    python=False leaves the Python part out. Raises UsageError for a bad destination, before anything is
-    compiled, and ToolchainError; nothing half-written is left.
+    `gate` refuses kernels that spill, have a stack frame or miss another limit; `settle` sees the GPU code
+    by image table and gives what is linked, the module itself or another, and notes for the report. `jobs`
+    bounds compilers at once; python=False leaves the Python part out. Raises UsageError for a bad
+    destination, before anything is compiled, and ToolchainError; nothing half-written is left.
     """
     stem = check_destination(destination)
     cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
+    units = len(cubins) + len(objects)
+    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
+    notes: tuple[Diagnostic, ...] = ()
+    if settle is not None:
+        settled, notes = settle(spec, _by_table(spec, cubins))
+        if settled is not spec:
+            spec = settled
+            cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
     if gate:
         check_ptxas(*cubins)
     content = _content(spec, cubins, objects)
-    write_module(link_module(stem, content, toolchain, cache, python=python), destination)
-    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
-    return BuildReport(destination, tuple(cubins), len(cubins) + len(objects), hits)
+    module = link_module(stem, content, toolchain, cache, python=python)
+    write_file(module, destination, executable=True)
+    return BuildReport(destination, tuple(cubins), units, hits, notes)
 
 
 def _module_key(stem: str, spec: ModuleSpec, toolchain: Toolchain, gate: bool) -> str:
@@ -165,11 +217,16 @@ def cached_module(
     *,
     gate: bool = True,
     jobs: int | None = None,
+    settle: Settle | None = None,
 ) -> Path:
-    """Path of the module `stem` in the cache, built if it is not there. Raises ToolchainError."""
+    """Path of the module `stem` in the cache, built (as `build_module` does) if it is not there.
+
+    It is found by `spec`, whatever `settle` makes of it. Raises ToolchainError.
+    """
 
     def build(folder: Path) -> None:
-        build_module(spec, folder / f"{stem}.so", toolchain, cache, gate=gate, jobs=jobs)
+        destination = folder / f"{stem}.so"
+        build_module(spec, destination, toolchain, cache, gate=gate, jobs=jobs, settle=settle)
 
     entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
     return entry.path(f"{stem}.so")

@@ -51,16 +51,19 @@ _PYTHON_SYMBOL = re.compile(r"_?Py\w+")
 
 @dataclass(frozen=True)
 class Image:
-    """One compiled GPU image: a cubin, or PTX text for the driver's compiler."""
+    """One compiled GPU image: a cubin, or PTX text for the driver's compiler, as `arch` says.
+
+    `toolkit` is the version of CUDA that made it (13000 for 13.0), 0 if it is not known.
+    """
 
     arch: Arch
     data: bytes
-    ptx: bool = False
+    toolkit: int = 0
 
     @classmethod
     def of(cls, result: CubinResult) -> Image:
         """The image of a compiled unit."""
-        return cls(result.arch, result.cubin)
+        return cls(result.arch, result.cubin, result.toolkit)
 
 
 @dataclass(frozen=True)
@@ -177,15 +180,15 @@ def _data_name(symbol: str, number: int) -> str:
 
 def _image_row(symbol: str, number: int, image: Image) -> str:
     suffix = f"'{image.arch.suffix}'" if image.arch.suffix else "0"
-    form = "true" if image.ptx else "false"
+    form = "true" if image.arch.ptx else "false"
     name = _data_name(symbol, number)
     arch = f"{image.arch.capability}, {image.arch.virtual_capability}, {suffix}"
-    return f"    {{{arch}, {form}, {name}, {len(image.data)}}},  // {image.arch}"
+    return f"    {{{arch}, {form}, {image.toolkit}, {name}, {len(image.data)}}},  // {image.arch}"
 
 
 def _image_data(symbol: str, number: int, image: Image) -> list[str]:
     name = _data_name(symbol, number)
-    terminator = ["    .byte 0"] if image.ptx else []
+    terminator = ["    .byte 0"] if image.arch.ptx else []
     lines = [
         '    .section .rodata.afc_images, "a", @progbits',
         "    .balign 64",
@@ -273,11 +276,33 @@ def _table(content: ModuleContent) -> list[str]:
     ]
 
 
-def _exports(stem: str, python: bool) -> list[str]:
+def _c_functions(stem: str, entries: Sequence[ModuleEntry]) -> list[tuple[str, str]]:
+    """(name, definition) of what C programs link against. The module's name is part of each: of two modules
+    that a program links, neither's function is taken for the other's.
+    """
+    found = [
+        (f"{stem}_module", f"const afc_module *{stem}_module(void) {{ return &table; }}"),
+        (f"{stem}_last_error", f"const char *{stem}_last_error(void) {{ return afc_last_error(); }}"),
+    ]
+    for number, entry in enumerate(entries):
+        name = f"{stem}_{entry.forward.removesuffix('_forward')}"
+        call = "(const afc_args *args)"
+        found.append((f"{name}_forward", f"int {name}_forward{call} {{ return forward_{number}(args); }}"))
+        if entry.backward:
+            body = f"return backward_{number}(args);"
+            found.append((f"{name}_backward", f"int {name}_backward{call} {{ {body} }}"))
+        parameters = "(const afc_args *args, int backward)"
+        body = f"return workspace_{number}(args, backward);"
+        found.append((f"{name}_workspace", f"int64_t {name}_workspace{parameters} {{ {body} }}"))
+    return found
+
+
+def _exports(stem: str, entries: Sequence[ModuleEntry], python: bool) -> list[str]:
     parts = [
         '#define AFC_EXPORT extern "C" __attribute__((visibility("default")))',
         "AFC_EXPORT uint32_t afc_abi_version(void) { return AFC_ABI_VERSION; }",
         "AFC_EXPORT const afc_module *afc_describe(void) { return &table; }",
+        *(f"AFC_EXPORT {definition}" for _, definition in _c_functions(stem, entries)),
     ]
     if python:
         body = f'return afc_host_init(&table, "{stem}");'
@@ -295,12 +320,13 @@ def stub_text(stem: str, content: ModuleContent, *, python: bool = True) -> str:
     parts += [_banner("entries"), _declarations(content.entries)]
     for number, entry in enumerate(content.entries):
         parts += _entry_functions(number, entry)
-    parts += [*_table(content), _banner("exports"), *_exports(stem, python)]
+    parts += [*_table(content), _banner("exports"), *_exports(stem, content.entries, python)]
     return "\n\n".join(parts) + "\n"
 
 
-def _version_script(stem: str, python: bool) -> str:
-    names = [*EXPORTED_SYMBOLS, *([f"PyInit_{stem}"] if python else [])]
+def _version_script(stem: str, entries: Sequence[ModuleEntry], python: bool) -> str:
+    names = [*EXPORTED_SYMBOLS, *(name for name, _ in _c_functions(stem, entries))]
+    names += [f"PyInit_{stem}"] if python else []
     return "{ global: " + " ".join(f"{name};" for name in names) + " local: *; };\n"
 
 
@@ -321,7 +347,13 @@ def host_units(*, python: bool, gpu: bool) -> list[CppUnit]:
         headers = find_python_headers()
         text = (folder / "module.cpp").read_text(encoding="utf-8")
         include_dirs = headers.include_dirs
-        units.append(CppUnit("module", text, isa="generic", include_dirs=include_dirs, salt=headers.identity))
+        # first, and with little optimisation: it takes longer than all the rest of a first build, and no call
+        # spends time in it
+        flags = ("-O1",)
+        units.insert(
+            0,
+            CppUnit("module", text, "generic", include_dirs=include_dirs, flags=flags, salt=headers.identity),
+        )
     return units
 
 
@@ -343,7 +375,7 @@ def _write_inputs(
         for number, image in enumerate(images):
             (folder / _data_name(symbol, number)).write_bytes(image.data)
     (folder / "stub.cpp").write_text(stub_text(stem, content, python=python), encoding="utf-8")
-    (folder / "exports.map").write_text(_version_script(stem, python), encoding="utf-8")
+    (folder / "exports.map").write_text(_version_script(stem, content.entries, python), encoding="utf-8")
     (folder / "include").symlink_to(paths.runtime(), target_is_directory=True)
     return names
 
@@ -368,7 +400,17 @@ def _link_in(
     folder: Path, stem: str, names: Sequence[str], toolchain: Toolchain, cache: Cache, python: bool
 ) -> bytes:
     output = f"{stem}.so"
-    inputs = ("-I", "include", "stub.cpp", *names, "-o", output, "-Wl,--version-script=exports.map")
+    # programs that link the module look for it under its file name, not where it lay then
+    inputs = (
+        f"-Wl,-soname,{output}",
+        "-I",
+        "include",
+        "stub.cpp",
+        *names,
+        "-o",
+        output,
+        "-Wl,--version-script=exports.map",
+    )
     command = (*toolchain.cxx.command, *LINK_FLAGS, *inputs, *_LIBRARIES)
     stub = (folder / "stub.cpp").read_text(encoding="utf-8")
     try:
@@ -399,15 +441,16 @@ def link_module(
         return _link_in(folder, stem, names, toolchain, cache, python)
 
 
-def write_module(data: bytes, destination: Path) -> None:
+def write_file(data: bytes, destination: Path, *, executable: bool = False) -> None:
     """Writes a file at once: whole under its name, or not at all; a module that is loaded from there is not
     disturbed.
 
     Raises UsageError E0521 if the folder cannot be written.
     """
+    mode = 0o777 if executable else 0o666
     temporary = destination.parent / f".{destination.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o777)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)

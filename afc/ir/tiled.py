@@ -400,7 +400,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything one attention needs at one (Dqk, Dv, dtype, target)."""
+    """Everything one attention needs at one (Dqk, Dv, dtype, target). `tile_steps`: how far down its target's
+    lists of tiles the forward and the backward kernel are.
+    """
 
     name: str
     target: str
@@ -409,6 +411,7 @@ class LaunchPlan:
     backward: tuple[Launch, ...]
     buffers: tuple[Buffer, ...]
     saved: tuple[Operand, ...] = ("q", "k", "v", "o", "lse")
+    tile_steps: tuple[int, int] = (0, 0)
 
     @property
     def deterministic(self) -> bool:

@@ -43,9 +43,11 @@ class _Unit:
         self.semantics = plan.semantics
         self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA)
         self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
-        head = max(self.semantics.head_qk, self.semantics.head_v)
-        self.front = sm80.forward_tile(head, bool(self.semantics.weight_steps))
-        self.back = sm80.backward_tile(head, bool(self.semantics.weight_steps))
+        front, back = sm80.tiles_of(
+            self.semantics.head_qk, self.semantics.head_v, plan.tile_steps, bool(self.semantics.weight_steps)
+        )
+        assert front is not None and back is not None
+        self.front, self.back = front, back
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name

@@ -28,7 +28,8 @@ class Attention:
     q [B, H, M, Dqk], k [B, Hk, N, Dqk], v [B, Hk, N, Dv] (H a multiple of Hk), all of one dtype and
     device, any strides with a unit last stride. Returns o [B, H, M, Dv] in q's dtype and stride order, and
     with `return_lse` also the natural-log LSE [B, H, M] in float32 (float64 for float64), both
-    differentiable. NumPy arrays and DLPack objects in CPU memory give NumPy arrays, without gradients.
+    differentiable. NumPy arrays and DLPack objects in CPU memory give NumPy arrays, CuPy arrays and what
+    CuPy reads in GPU memory CuPy arrays; without gradients.
     """
 
     def __init__(self, module: Any, info: ModuleInfo, name: str) -> None:

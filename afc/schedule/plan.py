@@ -9,6 +9,7 @@ from afc.errors import UsageError
 from afc.ir.program import Program
 from afc.ir.tiled import LaunchPlan
 from afc.schedule import cpu, sm80, sm90
+from afc.schedule.targets.sm80 import tiles_of as sm80_tiles
 
 TARGETS: dict[str, Callable[[Program, str], LaunchPlan]] = {
     "cpu": cpu.plan,
@@ -17,11 +18,22 @@ TARGETS: dict[str, Callable[[Program, str], LaunchPlan]] = {
 }
 
 
-def schedule(program: Program, target: str, storage: str) -> LaunchPlan:
-    """The plan of a program that the passes have been run on.
+def next_tiles(plan: LaunchPlan, forward: bool, backward: bool) -> tuple[int, int] | None:
+    """Steps that give the named kernels of a plan the next smaller tile; None where one has no smaller."""
+    if plan.target != "sm80":
+        return None
+    steps = (plan.tile_steps[0] + forward, plan.tile_steps[1] + backward)
+    tiles = sm80_tiles(
+        plan.semantics.head_qk, plan.semantics.head_v, steps, bool(plan.semantics.weight_steps)
+    )
+    return None if None in tiles else steps
+
+
+def schedule(program: Program, target: str, storage: str, steps: tuple[int, int] = (0, 0)) -> LaunchPlan:
+    """The plan of a program that the passes have been run on; `steps` as `next_tiles` gives them.
 
     Raises UsageError: E0405 dtype, E0406 head dimension, E0408 target, E0409 and E0410 rotated columns.
     """
     if target not in TARGETS:
         raise UsageError.of("E0408", f"unknown target `{target}`", hint=f"targets: {', '.join(TARGETS)}")
-    return TARGETS[target](program, storage)
+    return sm80.plan(program, storage, steps) if any(steps) else TARGETS[target](program, storage)

@@ -29,18 +29,20 @@ from afc.schedule.common import (
 from afc.schedule.targets import sm80
 
 
-def plan(program: Program, storage: str) -> LaunchPlan:
-    """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410, E0411."""
+def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0)) -> LaunchPlan:
+    """The plan of a program on the sm_80 family, with tiles `steps` (forward, backward) further down the
+    lists than the first that fit. Raises UsageError E0405, E0406, E0409, E0410, E0411.
+    """
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
     check_features(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
-    head = max(meaning.head_qk, meaning.head_v)
-    front = sm80.forward_tile(head, bool(meaning.weight_steps))
-    back = sm80.backward_tile(head, bool(meaning.weight_steps))
-    scale, prefix, has_weight = meaning.gradient_scale, program.name, bool(meaning.weight_steps)
+    has_weight = bool(meaning.weight_steps)
+    front, back = sm80.tiles_of(meaning.head_qk, meaning.head_v, steps, has_weight)
+    assert front is not None and back is not None, "steps past the end of the lists"
+    scale, prefix = meaning.gradient_scale, program.name
     forward = replace(
         ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys), has_weight=has_weight),
         binding=_forward_binding(meaning, front),
@@ -77,6 +79,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
             Launch(post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))),
         ),
         buffers=_buffers(meaning),
+        tile_steps=steps,
     )
 
 

@@ -8,14 +8,7 @@
 #ifndef AFC_ABI_H
 #define AFC_ABI_H
 
-#if defined(__CUDACC_RTC__)
-typedef int int32_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-typedef unsigned long long uint64_t;
-#else
 #include <stdint.h>
-#endif
 
 #define AFC_ABI_VERSION 2
 #define AFC_MAX_CAPTURED 8

@@ -228,17 +228,21 @@ const afc_gpu_image *choose_image(const afc_gpu_images &images, int arch) {
   return best;
 }
 
+std::string image_name(const afc_gpu_image &image) {
+  std::string name;
+  if (!image.ptx && image.virtual_arch != image.arch) {
+    name = "compute_" + std::to_string(image.virtual_arch) + ":";
+  }
+  name += (image.ptx ? "compute_" : "sm_") + std::to_string(image.arch);
+  if (image.suffix != 0) name += image.suffix;
+  return name;
+}
+
 std::string image_names(const afc_gpu_images &images) {
   std::string names;
   for (int i = 0; i < images.count; ++i) {
-    const afc_gpu_image &image = images.first[i];
     if (i > 0) names += ", ";
-    if (!image.ptx && image.virtual_arch != image.arch) {
-      names += "compute_" + std::to_string(image.virtual_arch) + ":";
-    }
-    names += image.ptx ? "compute_" : "sm_";
-    names += std::to_string(image.arch);
-    if (image.suffix != 0) names += image.suffix;
+    names += image_name(images.first[i]);
   }
   return names.empty() ? "none" : names;
 }
@@ -250,10 +254,32 @@ int fail_no_image(const afc_gpu_images &images, const DeviceState &device) {
       device.name, device.facts.arch, image_names(images).c_str(), device.facts.arch);
 }
 
-int load_image(const afc_gpu_module &module, const afc_gpu_image &image, LoadedImage *out) {
+// The driver refuses an image. Machine code runs on an older driver of the same major version, PTX does not.
+int fail_load(const afc_gpu_image &image, const DeviceState &device, Result result) {
+  const std::string name = image_name(image);
+  int version = 0;
+  const bool refused = result == kInvalidImage || result == kNoBinaryForGpu || result == kInvalidPtx ||
+                       result == kUnsupportedPtxVersion;
+  if (refused && api.driver_version(&version) == kSuccess && version < image.toolkit) {
+    const std::string other =
+        image.ptx ? "for this device: 'afc compile --arch sm_" + std::to_string(device.facts.arch) + "'"
+                  : "with an older CUDA compiler";
+    return afc_fail(
+        AFC_NO_KERNEL_FOR_DEVICE,
+        "the driver is too old for this module: it supports CUDA %d.%d, the code for %s was compiled by CUDA "
+        "%d.%d; update the driver, or build the module %s",
+        version / 1000, version % 1000 / 10, name.c_str(), image.toolkit / 1000, image.toolkit % 1000 / 10,
+        other.c_str());
+  }
+  const std::string what = "loading the code for " + name + " on " + device.name;
+  return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
+}
+
+int load_image(const afc_gpu_module &module, const afc_gpu_image &image, const DeviceState &device,
+               LoadedImage *out) {
   out->image = &image;
   Result result = api.library_load(&out->library, image.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result != kSuccess) return fail_driver(AFC_DRIVER_ERROR, "cuLibraryLoadData", result);
+  if (result != kSuccess) return fail_load(image, device, result);
   out->kernels.resize(module.kernel_count);
   for (int i = 0; i < module.kernel_count; ++i) {
     result = api.library_kernel(&out->kernels[i], out->library, module.kernels[i].symbol);
@@ -310,7 +336,7 @@ int image_for_device_locked(afc_gpu_module *module, const DeviceState &device, c
     }
   }
   auto loaded = std::make_unique<LoadedImage>();
-  if (int status = load_image(*module, *image, loaded.get())) return status;
+  if (int status = load_image(*module, *image, device, loaded.get())) return status;
   *out = loaded.get();
   module->state->images.push_back(std::move(loaded));
   return AFC_OK;

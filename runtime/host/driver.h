@@ -22,6 +22,7 @@ struct afc_gpu_image {
   int virtual_arch;
   char suffix;  // 'a': for this capability only; 'f': for its family; 0: for later minors too
   bool ptx;     // text for the driver's own compiler, terminated by a zero byte; otherwise a cubin
+  int toolkit;  // version of CUDA that made it, as the driver counts: 13000 for 13.0; 0 if not known
   const unsigned char *begin;
   size_t bytes;
 };

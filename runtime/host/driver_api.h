@@ -18,6 +18,10 @@ using Stream = struct StreamOpaque *;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotInitialized = 3;
+constexpr Result kInvalidImage = 200;
+constexpr Result kNoBinaryForGpu = 209;
+constexpr Result kInvalidPtx = 218;
+constexpr Result kUnsupportedPtxVersion = 222;
 
 constexpr int kMultiprocessorCount = 16;  // CUdevice_attribute
 constexpr int kCapabilityMajor = 75;
@@ -52,6 +56,7 @@ struct LaunchConfig {
 // X(member, symbol, parameters)
 #define AFC_DRIVER_FUNCTIONS(X)                                                                             \
   X(init, "cuInit", (unsigned flags))                                                                       \
+  X(driver_version, "cuDriverGetVersion", (int *version))                                                    \
   X(error_name, "cuGetErrorName", (Result result, const char **name))                                       \
   X(error_string, "cuGetErrorString", (Result result, const char **text))                                   \
   X(device_get, "cuDeviceGet", (Device * device, int ordinal))                                              \

@@ -5,11 +5,9 @@
 // float: inputs are 16-bit, so the approximate units serve; absolute errors stay near 2^-22 of the result's range.
 // double: used once per row and column pair, for the coefficients of rotations.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "abi/afc_random.h"
 #include "device.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
 namespace afc {
@@ -115,8 +113,8 @@ template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Ind
     case AFC_BOOL: return T(static_cast<const bool *>(tensor.data)[at]);
     case AFC_INT32: return T(static_cast<const int32_t *>(tensor.data)[at]);
     case AFC_INT64: return T(static_cast<const int64_t *>(tensor.data)[at]);
-    case AFC_FLOAT16: return T(__half2float(static_cast<const __half *>(tensor.data)[at]));
-    case AFC_BFLOAT16: return T(__bfloat162float(static_cast<const __nv_bfloat16 *>(tensor.data)[at]));
+    case AFC_FLOAT16: return T(ptx::unpack_f16(static_cast<const uint16_t *>(tensor.data)[at]));
+    case AFC_BFLOAT16: return T(ptx::unpack_bf16(static_cast<const uint16_t *>(tensor.data)[at]));
     case AFC_FLOAT32: return T(static_cast<const float *>(tensor.data)[at]);
     default: return T(static_cast<const double *>(tensor.data)[at]);
   }

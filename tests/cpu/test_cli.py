@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from afc.build import find_cuda
+from afc.errors import ToolchainError
 from tests.support.checks import EXAMPLES
 
 ROOT = EXAMPLES.parent
@@ -72,6 +74,12 @@ def test_a_module_without_afc_says_what_is_missing(tmp_path: Path) -> None:
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "--dtype", "int8"], "E0610"),
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "--backend", "tpu"], "E0611"),
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "--arch", "sm_75"], "E0618"),
+        (["compile", str(EXAMPLES / "llama.attn"), "--emit", "cubin", "--arch", "sm_90"], "E0619"),
+        (["compile", str(EXAMPLES / "llama.attn"), "--emit", "cubin", "-o", "k.cubin"], "E0626"),
+        (
+            ["compile", str(EXAMPLES / "llama.attn"), "--emit", "cubin", "-o", "k", "--arch", "compute_80"],
+            "E0626",
+        ),
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "-D", "D"], "E0617"),
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "-D", "D=x"], "E0617"),
         (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "-D", "Dqk=64"], "E0613"),
@@ -174,7 +182,50 @@ def test_light_commands_do_not_import_torch() -> None:
 
 
 def test_doctor_and_cache() -> None:
-    found = json.loads(afc("doctor", "--json").stdout)
-    assert found["g++"] and "cache" in found
-    assert afc("cache", "dir").stdout.strip() == found["cache"]
+    done = afc("doctor", "--json")
+    found = json.loads(done.stdout)["findings"]
+    assert done.returncode == 0 and found["g++"]["state"] == "ok" and found["Python headers"]["state"] == "ok"
+    assert afc("cache", "dir").stdout.strip() == found["cache"]["detail"]
     assert afc("cache", "ls").returncode == 0
+
+
+def test_doctor_tries_what_it_finds_and_says_what_mends_it(tmp_path: Path) -> None:
+    wheel = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text(
+        "#!/bin/sh\ncase \"$1\" in --version) echo 'release 13.9, V13.9.1';; --list-gpu-code) echo sm_90;;\n"
+        "*) echo 'ptxas fatal : Unsupported .version 9.9; current version is 9.0' >&2; exit 1;; esac\n"
+    )
+    wheel.chmod(0o755)
+    done = afc("doctor", AFC_NVCC=str(wheel))
+    assert done.returncode == 3
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("!!  nvcc")]
+    assert str(wheel) in line and "Unsupported .version 9.9" in line
+    assert (
+        "mend it by: pip install --upgrade --force-reinstall 'cuda-toolkit[nvcc,cudart,cccl]" in done.stdout
+    )
+    assert "!!  CUDA builds       by nvcc, which does not work" in done.stdout
+    done = afc("doctor", AFC_NVCC=str(tmp_path / "gone"))
+    assert done.returncode == 3 and "mend it by: unset AFC_NVCC" in done.stdout
+    assert f"looked at AFC_NVCC: {tmp_path / 'gone'}: no such program" in done.stdout
+    done = afc("doctor", CXX=str(tmp_path / "no-g++"))
+    assert done.returncode == 3 and "mend it by: apt install g++" in done.stdout
+
+
+def test_folders_for_other_build_systems() -> None:
+    assert (Path(afc("config", "cmake").stdout.strip()) / "afcConfig.cmake").is_file()
+    assert (Path(afc("config", "include").stdout.strip()) / "abi" / "afc_abi.h").is_file()
+
+
+@pytest.mark.nvcc
+def test_bare_gpu_code(tmp_path: Path) -> None:
+    try:
+        find_cuda()
+    except ToolchainError:
+        pytest.skip("no CUDA compiler here")
+    common = ("compile", EXAMPLES / "causal.attn", "-D", "D=64", "--no-backward", "--arch", "sm_90")
+    for form, start in (("cubin", b"\x7fELF"), ("ptx", b"//")):
+        done = afc(*common, "--emit", form, "-o", tmp_path / f"lm.{form}")
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / f"lm.{form}").read_bytes().lstrip().startswith(start)
+    assert b".target sm_90" in (tmp_path / "lm.ptx").read_bytes()

@@ -298,7 +298,8 @@ def test_symbols_and_libraries(two_kernels: tuple[Path, Path]) -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
     symbols = {line.split()[-1] for line in lines("nm", "-D", "--defined-only", str(two_kernels[0]))}
-    assert symbols == {"PyInit_kernel", "afc_abi_version", "afc_describe", "afc_last_error"}
+    functions = {f"kernel_{name}" for name in ("module", "last_error", "affine_forward", "affine_workspace")}
+    assert symbols == {"PyInit_kernel", "afc_abi_version", "afc_describe", "afc_last_error"} | functions
     needed = " ".join(line for line in lines("readelf", "-d", str(two_kernels[0])) if "NEEDED" in line)
     assert not any(name in needed for name in ("torch", "python", "cudart", "libcuda"))
     (stack,) = [line for line in lines("readelf", "-lW", str(two_kernels[0])) if "GNU_STACK" in line]
@@ -365,10 +366,10 @@ def test_c_string() -> None:
 
 
 def test_stub_text_has_a_row_per_image_and_entry() -> None:
-    images = (Image(Arch.parse("sm_86"), b"abc"), Image(Arch.parse("compute_86:sm_90"), b"d"))
+    images = (Image(Arch.parse("sm_86"), b"abc", 13000), Image(Arch.parse("compute_86:sm_90"), b"d"))
     text = stub_text("kernel", ModuleContent((AFFINE, TRIPLE), "{}", (), {"triple_images": images}))
-    assert "{86, 86, 0, false, triple_images_data_0, 3},  // sm_86" in text
-    assert "{90, 86, 0, false, triple_images_data_1, 1},  // compute_86:sm_90" in text
+    assert "{86, 86, 0, false, 13000, triple_images_data_0, 3},  // sm_86" in text
+    assert "{90, 86, 0, false, 0, triple_images_data_1, 1},  // compute_86:sm_90" in text
     assert "workspace_1, forward_1, nullptr}," in text and "PyInit_kernel" in text
     assert "PyInit" not in stub_text("kernel", ModuleContent((AFFINE,), "{}"), python=False)
 
@@ -402,7 +403,7 @@ int main() {
 def test_use_from_c_without_python(tmp_path: Path, cache: Cache, toolchain: Toolchain) -> None:
     build_module(cpu_spec(2.0), tmp_path / "kernel.so", toolchain, cache, python=False)
     (tmp_path / "main.c").write_text(C_PROGRAM)
-    command = ("gcc", "-I", str(paths.runtime()), "main.c", "./kernel.so", "-o", "main")
+    command = ("gcc", "-I", str(paths.runtime()), "main.c", "./kernel.so", "-Wl,-rpath,$ORIGIN", "-o", "main")
     subprocess.run(command, cwd=tmp_path, check=True)
     done = subprocess.run(["./main"], cwd=tmp_path, capture_output=True, text=True, check=True)
     good, reserved, size = done.stdout.splitlines()
@@ -446,6 +447,14 @@ API cuInit(unsigned) {
   owner = getpid();
   note("init", 0, 0);
   return arch(0) < 0 ? 100 : 0;
+}
+static int version() {
+  const char *text = getenv("AFC_FAKE_VERSION");
+  return text ? atoi(text) : 13000;
+}
+API cuDriverGetVersion(int *out) {
+  *out = version();
+  return 0;
 }
 API cuGetErrorName(Result, const char **name) {
   *name = "CUDA_ERROR_FAKE";
@@ -517,6 +526,8 @@ API cuThreadExchangeStreamCaptureMode(int *mode) {
 }
 API cuLibraryLoadData(Library *out, const void *code, int *, void **, unsigned, int *, void **, unsigned) {
   note((const char *)code, 0, 0);
+  const bool ptx = strncmp((const char *)code, "ptx", 3) == 0;
+  if (version() < 13000) return ptx ? kUnsupportedPtxVersion : kNoBinaryForGpu;
   names[++count] = (char *)code;
   *out = (Library)count;
   return 0;
@@ -563,8 +574,8 @@ Launch = Callable[..., list[str]]
 @pytest.fixture(scope="session")
 def fake_images() -> dict[str, tuple[Image, ...]]:
     archs = ("sm_80", "sm_86", "compute_86:sm_90", "sm_90", "sm_90a", "sm_120")
-    cubins = [Image(Arch.parse(name), f"cubin-{name}\0".encode()) for name in archs]
-    ptx = Image(Arch.parse("sm_86"), b"ptx-86", ptx=True)
+    cubins = [Image(Arch.parse(name), f"cubin-{name}\0".encode(), 13000) for name in archs]
+    ptx = Image(Arch.parse("compute_86"), b"ptx-86", 13000)
     return {"triple_images": (*cubins, ptx)}
 
 
@@ -581,8 +592,8 @@ def launch(
     compiler = [*toolchain.cxx.command, "-std=c++17", "-shared", "-fPIC", "-I", str(paths.runtime())]
     subprocess.run([*compiler, "driver.cpp", "-o", "libcuda.so.1"], cwd=folder, check=True)
 
-    def run(archs: str, script: str) -> list[str]:
-        environ = {"LD_LIBRARY_PATH": str(folder), "AFC_FAKE_ARCHS": archs}
+    def run(archs: str, script: str, version: str = "13000") -> list[str]:
+        environ = {"LD_LIBRARY_PATH": str(folder), "AFC_FAKE_ARCHS": archs, "AFC_FAKE_VERSION": version}
         return run_python(LAUNCH_SCRIPT, folder / "kernel.so", script, environ=environ).splitlines()
 
     return run
@@ -640,6 +651,23 @@ def test_launch_errors(launch: Launch) -> None:
     error = launch("90", "run(rows=64 * 2000)")[-1]
     assert "launch of triple with grid (2000, 2, 3), 64 threads" in error and "CUDA_ERROR_FAKE" in error
     assert "driver does not start: recorded (100" in launch("", "run()")[-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "image", "otherwise"),
+    [
+        ("86", "sm_86", "with an older CUDA compiler"),
+        ("100", "compute_86", "for this device: 'afc compile --arch sm_100'"),
+    ],
+)
+def test_a_driver_that_is_too_old_for_the_code(
+    launch: Launch, device: str, image: str, otherwise: str
+) -> None:
+    error = launch(device, "run(); run()", "12040")[-1]
+    assert error == (
+        "RuntimeError triple: the driver is too old for this module: it supports CUDA 12.4, the code for "
+        f"{image} was compiled by CUDA 13.0; update the driver, or build the module {otherwise}"
+    )
 
 
 def test_fork_before_the_first_launch_works_and_after_it_is_an_error(launch: Launch) -> None:
@@ -712,6 +740,10 @@ LAYOUT_TEXT = r"""
 #define SAME(ours, theirs) static_assert((long long)(ours) == (long long)(theirs), #theirs)
 using namespace afc_driver;
 SAME(kSuccess, CUDA_SUCCESS);
+SAME(kInvalidImage, CUDA_ERROR_INVALID_IMAGE);
+SAME(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
+SAME(kInvalidPtx, CUDA_ERROR_INVALID_PTX);
+SAME(kUnsupportedPtxVersion, CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
 SAME(kNotInitialized, CUDA_ERROR_NOT_INITIALIZED);
 SAME(kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(kCapabilityMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

@@ -38,10 +38,13 @@ ORDER = {
         "render",
         "build",
         "runtime",
+        "header",
     ),
     "explain": ("errors", "paths", "options", "expr", "ir", "frontend", "masks", "passes", "api"),
     "viz": ("options", "expr", "frontend", "api", "explain"),
-    "cli": ("errors", "options", "api", "frontend", "build", "explain", "viz"),
+    "header": ("build", "runtime"),
+    "doctor": ("errors", "build"),
+    "cli": ("errors", "options", "api", "frontend", "build", "explain", "viz", "doctor", "paths"),
 }
 
 

@@ -26,8 +26,19 @@ from afc.build.compile import (
     unit_key,
 )
 from afc.build.sources import canonical, included_headers
-from afc.build.toolchain import Arch, Nvcc, Tool, Toolchain, find_cxx, find_nvcc
-from afc.errors import ToolchainError
+from afc.build.toolchain import (
+    NVRTC_WORKER,
+    Arch,
+    Nvcc,
+    Nvrtc,
+    Tool,
+    Toolchain,
+    find_cuda,
+    find_cxx,
+    find_nvcc,
+    find_nvrtc,
+)
+from afc.errors import ToolchainError, UsageError
 
 
 def nvcc_is_there() -> bool:
@@ -102,6 +113,126 @@ def test_missing_cxx_lists_every_place() -> None:
     assert caught.value.exit_code == 3
 
 
+# A library with NVRTC's functions. Its machine code tells the options; a text with `broken` fails.
+FAKE_NVRTC = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static char output[4096];
+static const char *name_, *log_ = "ptxas info    : Compiling entry function 'k' for 'sm_80'\n"
+                                 "ptxas info    : Used 40 registers\n";
+const char *nvrtcGetErrorString(int result) { return result == 6 ? "COMPILATION" : "FAULT"; }
+int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = NUMBER; return 0; }
+int nvrtcGetNumSupportedArchs(int *count) { *count = 2; return 0; }
+int nvrtcGetSupportedArchs(int *archs) { archs[0] = 80; archs[1] = 90; return 0; }
+int nvrtcCreateProgram(void **program, const char *text, const char *name, int n, void *, void *) {
+  *program = strdup(text);
+  name_ = strdup(name);
+  return n == 0 ? 0 : 1;
+}
+int nvrtcDestroyProgram(void **program) { return 0; }
+int nvrtcCompileProgram(char *program, int count, const char **options) {
+  sprintf(output, "\177ELF %s", name_);
+  for (int i = 0; i < count; ++i) sprintf(output + strlen(output), " %s", options[i]);
+  if (strstr(program, "crash")) abort();
+  return strstr(program, "broken") ? 6 : 0;
+}
+int nvrtcGetProgramLogSize(void *program, size_t *size) { *size = strlen(log_) + 1; return 0; }
+int nvrtcGetProgramLog(void *program, char *log) { strcpy(log, log_); return 0; }
+int nvrtcGetCUBINSize(void *program, size_t *size) { *size = strlen(output); return 0; }
+int nvrtcGetCUBIN(void *program, char *cubin) { memcpy(cubin, output, strlen(output)); return 0; }
+int nvrtcGetPTXSize(void *program, size_t *size) { *size = strlen(output) + 1; return 0; }
+int nvrtcGetPTX(void *program, char *ptx) { strcpy(ptx, output); return 0; }
+"""
+
+
+def make_nvrtc(folder: Path, number: int, name: str = "libnvrtc.so.13") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", f"-DNUMBER={number}", "-", "-o", str(folder / name)]
+    subprocess.run(command, input=FAKE_NVRTC.encode(), check=True)
+    return folder / name
+
+
+def test_nvrtc_is_found_in_the_documented_order(tmp_path: Path) -> None:
+    newer, older = tmp_path / "newer", tmp_path / "older"
+    make_nvrtc(newer / "nvidia" / "cu13" / "lib", 2)
+    make_nvrtc(older / "nvidia" / "cuda_nvrtc" / "lib", 3, "libnvrtc.so.12")
+    environ = {
+        "AFC_NVRTC": str(make_nvrtc(tmp_path / "named", 1)),
+        "CUDA_HOME": str(make_nvrtc(tmp_path / "home" / "lib64", 4).parent.parent),
+        "CUDA_PATH": str(make_nvrtc(tmp_path / "path" / "targets" / "x86_64-linux" / "lib", 5).parents[3]),
+    }
+    assert find_nvrtc(str(make_nvrtc(tmp_path / "option", 0)), environ, []).version == "13.0"
+    assert find_nvrtc(None, environ, [older]).version == "13.1"
+    del environ["AFC_NVRTC"]
+    assert find_nvrtc(None, environ, [newer, older]).version == "13.2"
+    assert find_nvrtc(None, environ, [older]).version == "13.3"
+    assert find_nvrtc(None, environ, []).version == "13.4"
+    del environ["CUDA_HOME"]
+    assert find_nvrtc(None, environ, []).archs == ("sm_80", "sm_90")
+    with pytest.raises(ToolchainError, match=r"E0501.*libnvrtc"):
+        find_nvrtc(str(tmp_path / "libnvrtc.so.13"), environ, [newer])
+
+
+def test_choice_of_the_cuda_compiler(tmp_path: Path) -> None:
+    """nvcc, else NVRTC; the one that is named, and no other in its place."""
+    site = tmp_path / "site"
+    library = make_nvrtc(site / "nvidia" / "cu13" / "lib", 1)
+    environ = {
+        "CUDA_HOME": str(make_nvcc(tmp_path / "home" / "bin", 3).parent.parent),
+        "PATH": "/usr/bin:/bin",
+    }
+    assert find_cuda(None, environ, [site]).version == "13.9.3"
+    assert find_cuda("nvrtc", environ, [site]).version == "13.1"
+    assert find_cuda(None, {**environ, "AFC_CUDA_COMPILER": "nvrtc"}, [site]).name == "NVRTC"
+    assert find_cuda("nvcc", {**environ, "AFC_CUDA_COMPILER": "nvrtc"}, [site]).name == "nvcc"
+    assert find_cuda(None, {**environ, "AFC_NVRTC": str(library)}, []).name == "NVRTC"
+    named = {**environ, "AFC_NVRTC": str(library), "AFC_NVCC": str(tmp_path / "home" / "bin" / "nvcc")}
+    assert find_cuda(None, named, []).name == "nvcc"
+    with pytest.raises(ToolchainError, match="AFC_NVCC"):
+        find_cuda(None, {"AFC_NVCC": str(tmp_path / "gone")}, [site])
+    with pytest.raises(UsageError, match=r"E0505.*`clang`"):
+        find_cuda("clang", environ, [site])
+
+
+def test_nvrtc_serves_where_there_is_no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("afc.build.toolchain._standard_folders", list)
+    make_nvrtc(tmp_path / "nvidia" / "cu13" / "lib", 1)
+    assert find_cuda(None, {"PATH": "/nowhere"}, [tmp_path]).name == "NVRTC"
+    monkeypatch.setattr("afc.build.toolchain.NVRTC_WORKER", ("false",))
+    with pytest.raises(ToolchainError, match=r"E0501.*no CUDA compiler was found") as caught:
+        find_cuda(None, {"PATH": "/nowhere"}, [])
+    assert [place.split(": ")[1] for place in caught.value.searched] == [
+        "nvcc",
+        "libnvrtc.so.13",
+        "libnvrtc.so.12",
+    ]
+
+
+def test_a_text_through_nvrtc(tmp_path: Path) -> None:
+    library = make_nvrtc(tmp_path / "lib", 0)
+    toolchain = Toolchain(CXX, find_nvrtc(str(library), {}, []))
+    cache = Cache(tmp_path / "cache")
+    unit = CudaUnit("k", '#include "abi/afc_abi.h"\n', Arch.parse("sm_90a"), flags=("-DA=1",))
+    result = compile_cubin(unit, toolchain, cache)
+    assert result.cubin.startswith(b"\x7fELF k.cu --gpu-architecture=sm_90a -std=c++17 ")
+    assert result.cubin.endswith(b" -lineinfo -DA=1 -I include0 -I include1")
+    assert [kernel.registers for kernel in result.kernels] == [40] and result.toolkit == 13000
+    assert compile_cubin(unit, toolchain, cache).hit
+    ptx = compile_cubin(CudaUnit("k", "", Arch.parse("compute_80")), toolchain, cache)
+    assert b"--gpu-architecture=compute_80" in ptx.cubin and b"\0" not in ptx.cubin
+    with pytest.raises(ToolchainError, match=r"E0511.*exit status 1") as caught:
+        compile_cubin(CudaUnit("k", "broken", unit.arch), toolchain, cache)
+    assert "COMPILATION" in caught.value.log_tail
+    with pytest.raises(ToolchainError, match="E0511"):  # it ends a process of its own, not this one
+        compile_cubin(CudaUnit("k", "crash", unit.arch), toolchain, cache)
+    with pytest.raises(
+        ToolchainError, match=r"E0504.*NVRTC 13.0 cannot compile for compute_80:sm_90"
+    ) as caught:
+        compile_cubin(CudaUnit("k", "", Arch.parse("compute_80:sm_90")), toolchain, cache)
+    assert "--arch sm_90" in str(caught.value)
+
+
 def test_broken_nvcc_is_reported_with_its_reason(tmp_path: Path) -> None:
     path = make_nvcc(tmp_path / "bin", 1)
     path.write_text("#!/bin/sh\necho 'no license' >&2; exit 7\n")
@@ -122,7 +253,9 @@ def test_arch() -> None:
     assert (plain.virtual, plain.real, str(plain)) == ("compute_86", "sm_86", "sm_86")
     assert (mixed.capability, mixed.virtual_capability, str(mixed)) == (90, 86, "compute_86:sm_90")
     assert (special.capability, special.suffix) == (90, "a")
-    for bad in ("90", "sm_", "sm_90b", "sm_86:sm_90", "compute_86"):
+    later = Arch.parse("compute_80")
+    assert later.ptx and not mixed.ptx and (later.capability, str(later)) == (80, "compute_80")
+    for bad in ("90", "sm_", "sm_90b", "sm_86:sm_90", "compute_86:compute_90", "compute_86:"):
         with pytest.raises(ValueError, match="architecture"):
             Arch.parse(bad)
 
@@ -169,12 +302,17 @@ def test_key_of_a_unit(tmp_path: Path) -> None:
     moved = Toolchain(Tool(("/elsewhere/g++",), "12.2.0", "g++ 12.2.0"), NVCC)
     assert unit_key(same, FAKE) == key == unit_key(unit, moved)
     newer = Toolchain(CXX, Nvcc(("/opt/nvcc",), "13.1.0", "nvcc 13.1.0", ("sm_80",)))
+    rtc = Nvrtc((*NVRTC_WORKER, "libnvrtc.so.13"), "13.0", "NVRTC 13.0, 7 bytes", ("sm_80",))
+    clang = Tool(("clang++",), "19.0.0", "clang 19.0.0")
+    assert unit_key(unit, Toolchain(CXX, rtc)) == unit_key(unit, Toolchain(clang, rtc)) != key
     others = [
         unit_key(CudaUnit("k", '#include "h.h"\nint y;\n', unit.arch, (tmp_path,)), FAKE),
         unit_key(CudaUnit("k", unit.text, Arch.parse("sm_90"), (tmp_path,)), FAKE),
         unit_key(CudaUnit("k", unit.text, Arch.parse("compute_80:sm_90"), (tmp_path,)), FAKE),
         unit_key(CudaUnit("k", unit.text, unit.arch, (tmp_path,), ("-DA=1",)), FAKE),
         unit_key(unit, newer),
+        unit_key(unit, Toolchain(CXX, rtc)),
+        unit_key(CudaUnit("k", unit.text, Arch.parse("compute_80"), (tmp_path,)), FAKE),
         unit_key(CppUnit("k", unit.text, include_dirs=(tmp_path,)), FAKE),
         unit_key(CppUnit("k", unit.text, isa="generic", include_dirs=(tmp_path,)), FAKE),
     ]

@@ -105,20 +105,29 @@ BACKWARD_WEIGHTED = (
     *BACKWARD[-2:],
 )
 
+
+def tiles_of(
+    head_qk: int, head_v: int, steps: tuple[int, int] = (0, 0), weighted: bool = False
+) -> tuple[ForwardTile | None, BackwardTile | None]:
+    """The tiles of both kernels, `steps` further down than the first that fit the heads; None past the end.
+
+    A further tile holds less: it is what is tried where a kernel does not fit in registers. `weighted`: the
+    program has weight blocks.
+    """
+    head = max(head_qk, head_v)
+    front = [t for t in (FORWARD_WEIGHTED if weighted else FORWARD) if head <= t.head_max]
+    back = [t for t in (BACKWARD_WEIGHTED if weighted else BACKWARD) if head <= t.head_max]
+    first, second = steps
+    return (
+        front[first] if first < len(front) else None,
+        back[second] if second < len(back) else None,
+    )
+
+
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
-
-
-def forward_tile(head: int, has_weight: bool) -> ForwardTile:
-    """The tile of the forward kernel for heads of this size."""
-    return next(t for t in (FORWARD_WEIGHTED if has_weight else FORWARD) if head <= t.head_max)
-
-
-def backward_tile(head: int, has_weight: bool) -> BackwardTile:
-    """The tile of the backward kernel for heads of this size."""
-    return next(t for t in (BACKWARD_WEIGHTED if has_weight else BACKWARD) if head <= t.head_max)
 
 
 TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 cache
