@@ -30,7 +30,7 @@ from afc.options import Constant, Options
 BATCH, HEADS = 1, 8  # what sizes are given for
 ASSUMED = {Type.INT: 256, Type.FLOAT: 1.0, Type.BOOL: True}
 BYTES = {"double": 8, "float64": 8, "int64": 8, "float": 4, "float32": 4, "int32": 4, "uint32": 4}
-BYTES |= {"bfloat16": 2, "float16": 2, "extent": 24}
+BYTES |= {"bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
 CODE = re.compile(r"[Ee]\d{4}")
 
 

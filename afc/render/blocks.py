@@ -47,7 +47,9 @@ from afc.ir.masks import Bound
 from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, RowStep, Step, Transform
 from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
+from afc.masks.boxes import reads
 from afc.render.boxes import box_function
+from afc.schedule.stored import tabled
 
 POSITION = Interval(1 - 2**30, 2**30 - 1)  # so that a difference of positions fits 32 bits
 SIZE = Interval(0, 2**30)
@@ -165,14 +167,15 @@ TABLE_LIMIT = 512
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between targets in the text of blocks: float literals and constant tables."""
+    """What differs between targets in the text of blocks."""
 
     suffix: str  # of literals of type Real; empty: a cast
     table: str  # declaration of a constant table of doubles
+    plans: bool  # a kernel of its own finds the runs that bounds alone do not decide
 
 
-CPU = Dialect("", "static const double")
-CUDA = Dialect("f", "static __device__ const double")
+CPU = Dialect("", "static const double", False)
+CUDA = Dialect("f", "static __device__ const double", True)
 
 
 @dataclass(frozen=True)
@@ -682,7 +685,13 @@ class _Writer:
             p.name: (f"{p.name}_" if p.name in TAKEN else p.name, text[p.name], p.type)
             for p in self.program.scalars
         }
-        self.parts.append(box_function(predicate, self.bound_names, scalars))
+        axes = None
+        if self.dialect.plans:
+            having = {t.read for t in tabled(self.program, self.semantics)}
+            axes = [-1 if r.axis is None or r not in having else r.axis for r in reads(predicate)]
+        self.parts.append(box_function(predicate, self.bound_names, scalars, axes))
+        if self.dialect.plans:
+            return
         for name, own, other, size, what in (
             ("key_run", "m", "n", "N", "Keys that queries m_first..m_last see"),
             ("query_run", "n", "m", "M", "Queries that see keys n_first..n_last"),

@@ -6,29 +6,38 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from afc.expr.nodes import Const
+from afc.expr.nodes import Const, Expr, const
+from afc.expr.operators import add
+from afc.expr.simplify import simplify
 from afc.ir.program import Program, Rotation
 from afc.ir.rotation import Dependence, dependence
-from afc.ir.tiled import Launch, LaunchPlan
+from afc.ir.tiled import Buffer, Launch, LaunchPlan, Pass, TiledKernel
+from afc.masks.boxes import reads
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
+from afc.render.boxes import TABLE_TYPES
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
 from afc.render.sm80_context import (
     BackwardContext,
+    ExtentsContext,
     ForwardContext,
+    PlanContext,
     PostprocessContext,
     PreludeContext,
     PreprocessContext,
     RotateContext,
     RotateOperand,
     RotationContext,
+    StoredRow,
+    TableRow,
 )
 from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.common import table_part, table_width
 from afc.schedule.sm80 import float_rows, in_registers
+from afc.schedule.stored import batch_and_head, runs_name, tabled
 from afc.schedule.targets import sm80
 
-BYTES = {"float": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float": 4, "bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
 
 
 def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, str]:
@@ -41,8 +50,9 @@ class _Unit:
     def __init__(self, program: Program, plan: LaunchPlan, symbol: str) -> None:
         self.program, self.plan, self.symbol = program, plan, symbol
         self.semantics = plan.semantics
-        self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA)
-        self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
+        self.stored = plan.semantics.mask.residual
+        self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA, self.stored)
+        self.buffer = buffer_slots(plan.buffers)
         head = max(self.semantics.head_qk, self.semantics.head_v)
         self.front = next(t for t in sm80.FORWARD if head <= t.head_max)
         self.back = next(t for t in sm80.BACKWARD if head <= t.head_max)
@@ -64,15 +74,14 @@ class _Unit:
         header = "\n".join(
             [banner, *(f"// {line}" for line in provenance(self.program, self.plan, schedule)), banner, ""]
         )
-        parts = [
-            header + _print("prelude", PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations))
-        ]
+        prelude = PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations, self.stored)
+        parts = [header + _print("prelude", prelude)]
         parts += [_print(template, context) for template, context in self.kernels()]
         return "\n".join(parts)
 
     def kernels(self) -> list[tuple[str, Any]]:
         """(template, context) of every kernel, in launch order."""
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, Any]] = self._plan_kernels()
         if rotate := self._rotate("forward"):
             found.append(("rotate", rotate))
         found.append(("forward", self._forward()))
@@ -85,6 +94,77 @@ class _Unit:
                 ("postprocess", self._postprocess()),
             ]
         return found
+
+    def _plan_kernels(self) -> list[tuple[str, Any]]:
+        """The kernels that find the runs of both passes."""
+        kernels = {x.kernel.name: x.kernel for x in self.plan.launches if x.kernel.kind in ("table", "plan")}
+        return [
+            ("extents", self._extents(k)) if k.kind == "table" else ("plan", self._plan(k))
+            for k in kernels.values()
+        ]
+
+    def _tables(self) -> tuple[TableRow, ...]:
+        """What the mask reads, in order of first use."""
+        predicate = self.semantics.mask.predicate
+        assert predicate is not None
+        slots = {t.name: (n, len(t.shape)) for n, t in enumerate(self.program.tensors)}
+        chunks = {t.read: t.chunks for t in tabled(self.program, self.semantics)}
+        rows: list[TableRow] = []
+        before: Expr = const(0)
+        for read in reads(predicate):
+            slot, rank = slots[read.tensor]
+            kind, own = TABLE_TYPES[read.type], chunks.get(read)
+            if own is None or read.axis is None:
+                rows.append(TableRow(slot, read.tensor, kind, rank, -1, "", ""))
+                continue
+            texts = size_text(own), size_text(before)
+            rows.append(TableRow(slot, read.tensor, kind, rank, read.axis, *texts))
+            before = simplify(add(before, own))
+        return tuple(rows)
+
+    def _extents(self, kernel: TiledKernel) -> ExtentsContext:
+        tables = tuple(t for t in self._tables() if t.axis >= 0)
+        threads = 32 * kernel.binding.warps
+        return ExtentsContext(kernel.name, threads, kernel.tile.queries, self.buffer["extents"], tables)
+
+    def _plan(self, kernel: TiledKernel) -> PlanContext:
+        words = {"m": "queries", "n": "keys"}
+        own, other = ("m", "n") if kernel.stationary == "queries" else ("n", "m")
+        sizes = {"m": kernel.tile.queries, "n": kernel.tile.keys}
+        return PlanContext(
+            kernel.name,
+            kernel.binding.warps,
+            own,
+            other,
+            words[own],
+            words[other],
+            sizes[own],
+            sizes[other],
+            *batch_and_head(self.semantics),
+            self.buffer[runs_name(kernel)],
+            self.buffer.get("extents"),
+            self._tables(),
+        )
+
+    def _stored_row(self, kernel: str) -> StoredRow | None:
+        """Where a kernel finds its runs, if a plan kernel has stored them."""
+        found = next(x.kernel for x in self.plan.launches if x.kernel.name == f"{self.prefix}_{kernel}")
+        if found.walk is None or not found.walk.stored:
+            return None
+        queries = found.stationary == "queries"
+        head = "work.head" if queries else "work.head * group"
+        match batch_and_head(self.semantics):
+            case True, True:
+                first = f"(static_cast<int64_t>(work.batch) * heads + {head}) * tiles + work.tile"
+            case True, False:
+                first = "static_cast<int64_t>(work.batch) * tiles + work.tile"
+            case False, True:
+                first = f"static_cast<int64_t>({head}) * tiles + work.tile"
+            case _:
+                first = "static_cast<int64_t>(work.tile)"
+        by_head = not queries and batch_and_head(self.semantics)[1]
+        pitch = "static_cast<int64_t>(tiles) * tile::RUN_ROW" if by_head else "0"
+        return StoredRow(self.buffer[runs_name(found)], first, pitch)
 
     def _rotations(
         self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]
@@ -175,6 +255,7 @@ class _Unit:
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
             alternatives=len(s.mask.alternatives),
+            stored=self._stored_row("forward"),
             scores_finite=s.scores_finite,
             q_rotations=self.q_rotations,
             k_buffer=self.buffer.get("k_rotated"),
@@ -215,6 +296,7 @@ class _Unit:
             has_score_gradient=self.blocks.has_score_gradient,
             has_mask=self.blocks.has_mask,
             alternatives=len(s.mask.alternatives),
+            stored=self._stored_row("backward"),
             scores_finite=s.scores_finite,
             q_buffer=self.buffer.get("q_rotated"),
             k_buffer=self.buffer.get("k_rotated"),
@@ -242,7 +324,7 @@ class _Unit:
     def host_text(self) -> str:
         """Launch code of both passes."""
         s = self.semantics
-        kernels = [self._kernel_row(launch) for launch in self.plan.launches]
+        kernels = dict.fromkeys(self._kernel_row(launch) for launch in self.plan.launches)
         passes = []
         for name, launches in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             if launches:
@@ -264,8 +346,8 @@ class _Unit:
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
         return tuple(
-            BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
-            for n, b in enumerate(self.plan.buffers)
+            BufferRow(self.buffer[b.name], b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
+            for b in self.plan.buffers
         )
 
     def _kernel_row(self, launch: Launch) -> KernelRow:
@@ -273,6 +355,21 @@ class _Unit:
         return KernelRow(
             _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
         )
+
+
+def buffer_slots(buffers: tuple[Buffer, ...]) -> dict[str, int]:
+    """Index of each buffer in `args.buffer`; two runs of different passes share one."""
+    slots: dict[str, int] = {}
+    runs: dict[int, set[Pass]] = {}  # passes in which an index with runs is taken
+    count = 0
+    for buffer in buffers:
+        free = next((n for n, taken in runs.items() if not taken & set(buffer.passes)), None)
+        if buffer.dtype != "run" or free is None:
+            free, count = count, count + 1
+        slots[buffer.name] = free
+        if buffer.dtype == "run":
+            runs[free] = runs.get(free, set()) | set(buffer.passes)
+    return slots
 
 
 def _launch_row(launch: Launch) -> LaunchRow:

@@ -58,12 +58,70 @@ class RotationContext:
 
 
 @dataclass(frozen=True)
+class TableRow:
+    """A read of a captured tensor by the mask: `axis` along which it has extents, -1 for none; then `chunks` of
+    extents behind those of the tables `before` it, as C++ expressions.
+    """
+
+    slot: int
+    name: str
+    type: str
+    rank: int
+    axis: int
+    chunks: str
+    before: str
+
+
+@dataclass(frozen=True)
+class ExtentsContext:
+    """`extents.cu.j2`. Grid: the chunks of all tables in x. No dynamic shared memory."""
+
+    name: str
+    threads: int
+    chunk: int  # elements
+    buffer: int
+    tables: tuple[TableRow, ...]  # those with extents
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """`plan.cu.j2`, for any GPU target. Grid: ceil(tiles of the own axis * heads * batch entries / warps) in x,
+    without heads and batch entries where the mask does not depend on them. No dynamic shared memory.
+    """
+
+    name: str
+    warps: int
+    own: str  # m or n
+    other: str
+    owns: str  # the same in words
+    others: str
+    own_tile: int
+    other_tile: int
+    by_batch: bool
+    by_head: bool
+    runs_buffer: int
+    extents_buffer: int | None  # None: no table has extents
+    tables: tuple[TableRow, ...]  # in the order of the mask's reads
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """The stored runs that a kernel walks over, in `args.buffer[buffer]`; `row`: of a work item (for keys: of its
+    first query head), a C++ expression in `work`; `pitch`: entries from the row of a head to that of the next."""
+
+    buffer: int
+    row: str
+    pitch: str
+
+
+@dataclass(frozen=True)
 class PreludeContext:
     """`prelude.cu.j2`: includes, storage type, the author's functions and the rotations of a whole unit."""
 
     element: str  # Bf16 or F16
     blocks: str  # Item, load_item, score, score_gradient, keep, key_run, query_run, rotate_*_coefficients_*
     rotations: tuple[RotationContext, ...]
+    stored: bool  # runs are found by a plan kernel
 
 
 @dataclass(frozen=True)
@@ -90,6 +148,7 @@ class ForwardContext:
     has_score: bool
     has_mask: bool
     alternatives: int  # runs that key_run merges; 0: it gives one run
+    stored: StoredRow | None  # runs of a plan kernel instead
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
     k_buffer: int | None  # rotated keys, or None: args.k
@@ -181,6 +240,7 @@ class BackwardContext:
     has_score_gradient: bool
     has_mask: bool
     alternatives: int
+    stored: StoredRow | None
     scores_finite: bool
     q_buffer: int | None  # rotated queries, or None: args.q
     k_buffer: int | None  # rotated keys, or None: args.k

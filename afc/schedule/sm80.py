@@ -26,6 +26,8 @@ from afc.schedule.common import (
     tiles,
     value,
 )
+from afc.schedule.stored import buffers as plan_buffers
+from afc.schedule.stored import with_plan
 from afc.schedule.targets import sm80
 
 
@@ -59,12 +61,11 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     )
     first = _rotate(f"{prefix}_rotate_forward", meaning, ("k",))
     again = _rotate(f"{prefix}_rotate_backward", meaning, ("q", "k"))
-    return LaunchPlan(
-        program.name,
-        "sm80",
+    ahead = with_plan(program, meaning, (*first, _over_queries(forward, *first)), "sm80")
+    back_again = with_plan(
+        program,
         meaning,
-        forward=(*first, _over_queries(forward, *first)),
-        backward=(
+        (
             *again,
             _over_queries(pre),
             Launch(
@@ -74,8 +75,10 @@ def plan(program: Program, storage: str) -> LaunchPlan:
             ),
             Launch(post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))),
         ),
-        buffers=_buffers(meaning),
+        "sm80",
     )
+    found = plan_buffers(program, meaning, {"forward": ahead, "backward": back_again})
+    return LaunchPlan(program.name, "sm80", meaning, ahead, back_again, (*_buffers(meaning), *found))
 
 
 def _over_queries(kernel: TiledKernel, *after: Launch) -> Launch:

@@ -106,10 +106,8 @@ template <> struct Outside<double> { AFC_FN static double value() { return nan<d
 template <> struct Outside<int64_t> { AFC_FN static int64_t value() { return 0; } };
 template <> struct Outside<bool> { AFC_FN static bool value() { return false; } };
 
-// An element of a captured tensor in the compute type; outside the tensor NaN, 0 or false.
-template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... index) {
-  const int64_t at = element_offset(tensor, index...);
-  if (at < 0) return Outside<T>::value();
+// An element of a captured tensor, in the tensor's own type, as T.
+template <class T> AFC_FN T read_at(const afc_captured &tensor, int64_t at) {
   switch (tensor.dtype) {
     case AFC_BOOL: return T(static_cast<const bool *>(tensor.data)[at]);
     case AFC_INT32: return T(static_cast<const int32_t *>(tensor.data)[at]);
@@ -119,6 +117,12 @@ template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Ind
     case AFC_FLOAT32: return T(static_cast<const float *>(tensor.data)[at]);
     default: return T(static_cast<const double *>(tensor.data)[at]);
   }
+}
+
+// An element of a captured tensor in the compute type; outside the tensor NaN, 0 or false.
+template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... index) {
+  const int64_t at = element_offset(tensor, index...);
+  return at < 0 ? Outside<T>::value() : read_at<T>(tensor, at);
 }
 
 }  // namespace afc
