@@ -104,17 +104,18 @@ AFC_FN void find_runs(RunWriter &runs, const Test &test, int length, int size, b
   const int top = level;
   int base = 0;                             // first tile of the 32 boxes
   uint32_t open_above = 0, kept_above = 0;  // of the level with the lane's number: what is left to do
-  uint32_t open, kept;                      // boxes that are left, boxes of which all is kept
-  const auto classify = [&] {
-    const int first = base + lane * span, last = min(first + span, tiles);
-    afc::Truth found(false);
-    if (first < tiles) found = test(first * size, min(last * size, length) - 1);
-    __syncwarp();
-    open = __ballot_sync(0xffffffffu, found.may);
-    kept = __ballot_sync(0xffffffffu, found.may && found.must && last <= whole);
-  };
-  classify();
+  uint32_t open = 0, kept = 0;              // boxes that are left, boxes of which all is kept
+  bool tested = false;
   while (true) {
+    if (!tested) {
+      const int first = base + lane * span, last = min(first + span, tiles);
+      afc::Truth found(false);
+      if (first < tiles) found = test(first * size, min(last * size, length) - 1);
+      __syncwarp();
+      open = __ballot_sync(0xffffffffu, found.may);
+      kept = __ballot_sync(0xffffffffu, found.may && found.must && last <= whole);
+      tested = true;
+    }
     if (open == 0) {
       if (level == top) return;
       span *= WARP;
@@ -142,7 +143,7 @@ AFC_FN void find_runs(RunWriter &runs, const Test &test, int length, int size, b
     span /= WARP;
     --level;
     base = first;
-    classify();
+    tested = false;
   }
 }
 
