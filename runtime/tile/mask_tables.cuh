@@ -110,7 +110,8 @@ template <int STEP, class Read> AFC_FN void add_ends(Extent &found, int &begin, 
 template <class Read>
 AFC_FN Extent extent_of_range(const Extent *row, int begin, int end, int size, const Read &read) {
   Extent found = Extent::none();
-  if (end == size) end = static_cast<int>(extent_chunks(size)) * EXTENT_CHUNK;
+  const bool from_a_block = (begin + EXTENT_BLOCK - 1) / EXTENT_BLOCK * EXTENT_BLOCK <= size;
+  if (end == size && from_a_block) end = static_cast<int>(extent_chunks(size)) * EXTENT_CHUNK;
   add_ends<EXTENT_BLOCK>(found, begin, end, read);
   add_ends<EXTENT_FANOUT>(found, begin, end, [row](int k) {
     return row[k / CHUNK_BLOCKS * CHUNK_EXTENTS + k % CHUNK_BLOCKS];
