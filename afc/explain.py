@@ -25,6 +25,7 @@ from afc.ir.program import Normalizer, Program, Rotation, RowStep, ScalarParam
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
 from afc.masks import BoxTest, derive, key_runs, stored_runs
+from afc.masks.stored import MOST_RUNS
 from afc.options import Constant, Options
 
 BATCH, HEADS = 1, 8  # what sizes are given for
@@ -114,6 +115,8 @@ def runs_of_tiles(
     if _stored(plan) and mask.predicate is not None and _tests_decide(mask.predicate):
         test = BoxTest(mask.predicate, sizes)
         found = stored_runs(test, (length, length), (tile.queries, tile.keys))
+        if _aligned(plan):  # a plan kernel has room for so many
+            found = found.at_most(MOST_RUNS)
         yield from ((queries, found.of(number)) for number, queries in enumerate(ranges))
         return
     grid = tile.keys if _aligned(plan) else 1

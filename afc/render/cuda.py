@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from afc.expr.nodes import Const, Expr, const
+from afc.expr.nodes import Const, Expr, Type, const
 from afc.expr.operators import add
 from afc.expr.simplify import simplify
 from afc.ir.program import Program, Rotation
@@ -15,7 +15,7 @@ from afc.ir.tiled import Buffer, Launch, LaunchPlan, Pass, TiledKernel
 from afc.masks.boxes import reads
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.boxes import TABLE_TYPES
-from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
+from afc.render.launch_context import BufferRow, CapturedRow, KernelRow, LaunchContext, LaunchRow, PassRow
 from afc.render.sm80_context import (
     BackwardContext,
     ExtentsContext,
@@ -38,6 +38,12 @@ from afc.schedule.stored import batch_and_head, runs_name, tabled
 from afc.schedule.targets import sm80
 
 BYTES = {"float": 4, "bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
+
+CAPTURED_TYPES = {  # condition on `dtype`, and in words
+    Type.FLOAT: ("dtype >= AFC_FLOAT16 && dtype <= AFC_FLOAT64", "float16, bfloat16, float32 or float64"),
+    Type.INT: ("dtype == AFC_INT32 || dtype == AFC_INT64", "int32 or int64"),
+    Type.BOOL: ("dtype == AFC_BOOL", "bool"),
+}
 
 
 def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, str]:
@@ -254,6 +260,8 @@ class _Unit:
             scale_log2=_f(s.softmax_scale * LOG2_E),
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
+            row_terms=self.blocks.row_terms,
+            column_terms=self.blocks.column_terms,
             alternatives=len(s.mask.alternatives),
             stored=self._stored_row("forward"),
             scores_finite=s.scores_finite,
@@ -295,6 +303,8 @@ class _Unit:
             has_score=self.blocks.has_score,
             has_score_gradient=self.blocks.has_score_gradient,
             has_mask=self.blocks.has_mask,
+            row_terms=self.blocks.row_terms,
+            column_terms=self.blocks.column_terms,
             alternatives=len(s.mask.alternatives),
             stored=self._stored_row("backward"),
             scores_finite=s.scores_finite,
@@ -334,7 +344,7 @@ class _Unit:
             self.symbol,
             s.head_qk,
             s.head_v,
-            len(self.program.tensors),
+            tuple(CapturedRow(t.name, *CAPTURED_TYPES[t.type]) for t in self.program.tensors),
             bool(self.plan.backward),
             tuple(kernels),
             self._buffers(),

@@ -147,6 +147,8 @@ class ForwardContext:
     scale_log2: str
     has_score: bool
     has_mask: bool
+    row_terms: bool  # score, score_gradient and keep take a `row`
+    column_terms: bool  # and a `column`
     alternatives: int  # runs that key_run merges; 0: it gives one run
     stored: StoredRow | None  # runs of a plan kernel instead
     scores_finite: bool
@@ -239,6 +241,8 @@ class BackwardContext:
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
+    row_terms: bool  # score, score_gradient and keep take a `row`
+    column_terms: bool  # and a `column`
     alternatives: int
     stored: StoredRow | None
     scores_finite: bool

@@ -6,12 +6,17 @@
 
 #include "afc_abi.h"
 
-#ifndef AFC_FN  // of a function, and of a member of a structure
+#ifndef AFC_FN  // of a function
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AFC_FN __device__ __forceinline__
-#define AFC_MEMBER __device__ __forceinline__
 #else
 #define AFC_FN static inline
+#endif
+#endif
+#ifndef AFC_MEMBER  // of a member of a structure
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define AFC_MEMBER __device__ __forceinline__
+#else
 #define AFC_MEMBER inline
 #endif
 #endif

@@ -18,7 +18,7 @@ from afc.options import Options
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "files"
-PROGRAMS = ("alibi", "causal", "gemma2", "gptj", "llama", "mistral", "qwen2_vl")
+PROGRAMS = ("alibi", "bigbird", "causal", "gemma2", "gptj", "llama", "mistral", "packed", "qwen2_vl")
 CPU_PROGRAMS = (
     "headwise_norm",
     "learned_sink",
