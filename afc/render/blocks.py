@@ -261,8 +261,9 @@ class BlockText:
 
 @dataclass(frozen=True)
 class _Field:
-    """A member of Item, Row or Column: C++ type and name, the text that loads it, the expression it stands for,
-    and the variable that has it."""
+    """A member of Item, Row or Column: C++ type and name, the text that loads it, the expression it stands
+    for, and the variable that has it.
+    """
 
     c_type: str
     name: str
@@ -566,7 +567,8 @@ class _Writer:
         body = "\n  ".join([*forward, *backward])
         self.parts.append(
             "// What a score adds to the gradients of captured tensors; d is the gradient of the score.\n"
-            f"AFC_FN void captured_gradients(Real s, Real d, int m, int n, int i, int j{self._terms_text[0]}, const Item &item,\n"
+            "AFC_FN void captured_gradients("
+            f"Real s, Real d, int m, int n, int i, int j{self._terms_text[0]}, const Item &item,\n"
             f"                               const afc_args &args, Real *gradients) {{\n  {body}\n}}"
         )
 

@@ -59,8 +59,8 @@ class RotationContext:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A read of a captured tensor by the mask: `axis` along which it has extents, -1 for none; then `chunks` of
-    extents behind those of the tables `before` it, as C++ expressions.
+    """A read of a captured tensor by the mask: `axis` along which it has extents, -1 for none; then `chunks`
+    of extents behind those of the tables `before` it, as C++ expressions.
     """
 
     slot: int
@@ -85,8 +85,8 @@ class ExtentsContext:
 
 @dataclass(frozen=True)
 class PlanContext:
-    """`plan.cu.j2`, for any GPU target. Grid: ceil(tiles of the own axis * heads * batch entries / warps) in x,
-    without heads and batch entries where the mask does not depend on them. No dynamic shared memory.
+    """`plan.cu.j2`, for any GPU target. Grid: ceil(tiles of the own axis * heads * batch entries / warps) in
+    x, without heads and batch entries where the mask does not depend on them. No dynamic shared memory.
     """
 
     name: str
@@ -106,8 +106,10 @@ class PlanContext:
 
 @dataclass(frozen=True)
 class StoredRow:
-    """The stored runs that a kernel walks over, in `args.buffer[buffer]`; `row`: of a work item (for keys: of its
-    first query head), a C++ expression in `work`; `pitch`: entries from the row of a head to that of the next."""
+    """The stored runs that a kernel walks over, in `args.buffer[buffer]`; `row`: of a work item (for keys: of
+    its first query head), a C++ expression in `work`; `pitch`: entries from the row of a head to that of the
+    next.
+    """
 
     buffer: int
     row: str

@@ -164,5 +164,3 @@ def buffers(
 def batch_and_head(meaning: Semantics) -> tuple[bool, bool]:
     """Whether the mask depends on the batch entry, and on the head."""
     return "B" in depends(meaning), "H" in depends(meaning)
-
-

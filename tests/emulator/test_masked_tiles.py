@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that a plan kernel decides, over many tiles, and captured tensors by row and by column: the emitted CUDA
-against dense attention of PyTorch.
+"""Masks that a plan kernel decides, over many tiles, and captured tensors by row and by column: the emitted
+CUDA against dense attention of PyTorch.
 """
 
 from __future__ import annotations

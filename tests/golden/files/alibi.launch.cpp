@@ -91,6 +91,9 @@ int check(const afc_args &args, bool backward) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: this attention captures 1 tensor(s)", n);
     }
   }
+  if (const int dtype = args.captured[0].dtype; !(dtype >= AFC_FLOAT16 && dtype <= AFC_FLOAT64)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "slope: expected elements of type float16, bfloat16, float32 or float64");
+  }
   if (int status = check_rows("q", args.q, q_size)) return status;
   if (int status = check_rows("k", args.k, k_size)) return status;
   if (int status = check_rows("v", args.v, v_size)) return status;

@@ -95,6 +95,12 @@ int check(const afc_args &args, bool backward) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: this attention captures 2 tensor(s)", n);
     }
   }
+  if (const int dtype = args.captured[0].dtype; !(dtype == AFC_INT32 || dtype == AFC_INT64)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "qpos: expected elements of type int32 or int64");
+  }
+  if (const int dtype = args.captured[1].dtype; !(dtype == AFC_INT32 || dtype == AFC_INT64)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "kpos: expected elements of type int32 or int64");
+  }
   if (int status = check_rows("q", args.q, q_size)) return status;
   if (int status = check_rows("k", args.k, k_size)) return status;
   if (int status = check_rows("v", args.v, v_size)) return status;
