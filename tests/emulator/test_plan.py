@@ -43,7 +43,8 @@ static afc_captured captured(void *data, int dtype, std::initializer_list<int64_
   return tensor;
 }
 
-static void launch(const char *name, void (*kernel)(afc_args), int threads, int64_t blocks, const afc_args &args) {
+static void launch(const char *name, void (*kernel)(afc_args), int threads, int64_t blocks,
+                   const afc_args &args) {
   const emulator::Kernel row[] = {{name, kernel}};
   const emulator::Kernels all = {row, 1};
   const afc_gpu_kernel one[] = {{name, 0, threads}};
@@ -113,11 +114,7 @@ class Planned:
         parts = [f"namespace case{number} {{", box]
         tabled = [row for row in rows if row["axis"] >= 0]
         if tabled:
-            parts.append(
-                _render(
-                    "extents", name=f"extents_{number}", threads=512, chunk=CHUNK, buffer=0, tables=tabled
-                )
-            )
+            parts.append(_extents(f"extents_{number}", tabled))
         words = {"m": "queries", "n": "keys"}
         for own, other, sizes in (("m", "n", self.tile), ("n", "m", self.tile[::-1])):
             parts.append(
@@ -195,6 +192,10 @@ def _render(template: str, **context: Any) -> str:
     return environment("sm80").get_template(f"{template}.cu.j2").render(**context)
 
 
+def _extents(name: str, tables: list[dict[str, Any]]) -> str:
+    return _render("extents", name=name, threads=512, chunk=CHUNK, buffer=0, tables=tables)
+
+
 def planned(folder: Path, cases: Sequence[Planned]) -> list[tuple[Any, Any]]:
     """The classes of the tiles of each case."""
     texts = [HEAD, MAIN, *(case.text(k) for k, case in enumerate(cases))]
@@ -230,7 +231,7 @@ def in_python(case: Planned, b: int, h: int) -> tuple[Any, Any]:
 
 
 def test_random_masks(tmp_path: Path) -> None:
-    """Integers, floats with NaN and infinities, captured tensors: sound, and as sharp as the test in Python."""
+    """Integers, floats with NaN and infinities, captured tensors: sound, and as sharp as in Python."""
     seed = random.randrange(2**32)
     author = Author(seed)
     cases, kept = [], []
@@ -306,7 +307,8 @@ def test_more_runs_than_there_is_room_for(tmp_path: Path) -> None:
 
 RANGES = """
 extern "C" __global__ void ranges(afc_args args) {
-  const afc::Table table = afc::table_of<2, 1>(args.captured[0], static_cast<afc::Extent *>(args.buffer[0]), 6);
+  const auto *extents = static_cast<const afc::Extent *>(args.buffer[0]);
+  const afc::Table table = afc::table_of<2, 1>(args.captured[0], extents, 6);
   const int *ends = static_cast<int *>(args.buffer[2]) + 3 * threadIdx.x;
   const auto found = afc::bounds_at<float, 1>(table, afc::Ints(ends[0]), afc::Ints(ends[1], ends[2]));
   double *to = static_cast<double *>(args.buffer[1]) + 3 * threadIdx.x;
@@ -355,10 +357,12 @@ int main() {{
   args.buffer[2] = ends;
   launch("extents", extents, 512, {tables[0]["chunks"]}, args);
   launch("ranges", ranges, {count}, 1, args);
-  for (int k = 0; k < {count}; ++k) std::printf("%.17g %.17g %g\\n", results[3 * k], results[3 * k + 1], results[3 * k + 2]);
+  for (double *x = results; x < results + {3 * count}; x += 3) {{
+    std::printf("%.17g %.17g %g\\n", x[0], x[1], x[2]);
+  }}
 }}
 """
-    kernel = _render("extents", name="extents", threads=512, chunk=CHUNK, buffer=0, tables=tables)
+    kernel = _extents("extents", tables)
     lines = run_program(tmp_path, "\n".join([HEAD, MAIN, kernel, RANGES, main]))
     for (r, a, b), (lo, hi, nan) in zip(ends.tolist(), lines, strict=True):
         part = values[r, a : b + 1]
