@@ -37,6 +37,7 @@ from afc.schedule.sm80 import float_rows, in_registers
 from afc.schedule.stored import batch_and_head, runs_name, tabled
 from afc.schedule.targets import sm80
 
+MOST_BUFFERS = 8  # AFC_MAX_BUFFERS
 BYTES = {"float": 4, "bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
 
 CAPTURED_TYPES = {  # condition on `dtype`, and in words
@@ -379,6 +380,7 @@ def buffer_slots(buffers: tuple[Buffer, ...]) -> dict[str, int]:
         slots[buffer.name] = free
         if buffer.dtype == "run":
             runs[free] = runs.get(free, set()) | set(buffer.passes)
+    assert count <= MOST_BUFFERS, "afc_abi.h: AFC_MAX_BUFFERS"
     return slots
 
 
