@@ -50,13 +50,13 @@ AFC_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a batch entry has of its own: positions of row 0 of q and of k, and the number of keys that are there.
 struct Places {
-  int q_origin, k_origin, keys;
+  int64_t q_origin, k_origin;
+  int keys;
 };
 
-AFC_FN int origin_of(const int64_t *per_batch, int64_t origin, int batch, int64_t rows) {
+AFC_FN int64_t origin_of(const int64_t *per_batch, int64_t origin, int batch, int64_t rows) {
   constexpr int64_t largest = (int64_t(1) << 30) - 1;  // so that a difference of positions fits 32 bits
-  if (per_batch != nullptr) origin = min(max(per_batch[batch], -largest), largest - rows);
-  return static_cast<int>(origin);
+  return per_batch == nullptr ? origin : min(max(per_batch[batch], -largest), largest - rows);
 }
 
 // Values in device memory cannot be refused without waiting for them, so they are brought into their range.

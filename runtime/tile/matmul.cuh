@@ -75,59 +75,54 @@ AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t
     }
 }
 
-// Divides operand B into what is finite, in place, and ones where it is not.
+// Operand B with zeros in the place of infinities and NaN.
 template <class E>
-AFC_FN void split_infinite(uint32_t (&b)[4], uint32_t (&ones)[4]) {
+AFC_FN void drop_infinite(uint32_t (&b)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t infinite = infinite_halves<E>(b[i]) >> 15;  // 1 in each half
-    b[i] &= ~(infinite * 0xffffu);
-    ones[i] = infinite * E::ONE;
-  }
+  for (int i = 0; i < 4; ++i) b[i] &= ~((infinite_halves<E>(b[i]) >> 15) * 0xffffu);
 }
 
-// acc += a b for one depth of 16 where an element of `a` that is 0 lets nothing through, not even NaN. `met` sums the
-// magnitudes of what meets elements of b that are not finite.
-template <class E, int ROW_BLOCKS, int OCTETS>
-AFC_FN void multiply_block_gated(float (&acc)[ROW_BLOCKS][OCTETS][4], float (&met)[ROW_BLOCKS][2][4],
-                                 const uint32_t (&a)[ROW_BLOCKS][4], uint32_t (&b)[4], int column_block) {
-  uint32_t ones[4], magnitudes[ROW_BLOCKS][4];
-  split_infinite<E>(b, ones);
-#pragma unroll
-  for (int r = 0; r < ROW_BLOCKS; ++r)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) magnitudes[r][i] = a[r][i] & 0x7fff7fffu;
-  multiply_block<E>(acc, a, b, column_block);
-  multiply_block<E>(met, magnitudes, ones, 0);
-}
-
-// What has met a value that is not finite becomes NaN.
-template <int ROW_BLOCKS, int OCTETS>
-AFC_FN void mark_met(float (&acc)[ROW_BLOCKS][OCTETS][4], const float (&met)[ROW_BLOCKS][2][4], int column_block) {
-#pragma unroll
-  for (int r = 0; r < ROW_BLOCKS; ++r)
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (met[r][i / 4][i % 4] != 0.0f) acc[r][2 * column_block + i / 4][i % 4] = __int_as_float(0x7fffffff);
-}
-
-// multiply_columns where B holds infinities or NaN: an element of A that is 0 lets nothing of them through, and what the
-// others meet becomes NaN.
+// multiply_columns where B may hold infinities and NaN, which an element of A that is 0 must not let through. They count
+// as 0: for an A that is NaN itself where it meets them, as gradients of scores are.
 template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
+                                    const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
+                                    uint32_t b_base) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      drop_infinite<E>(b);
+      multiply_block<E>(acc, a[k], b, c);
+    }
+}
+
+// The same for any A: what meets an infinity or a NaN becomes NaN where the element of A is not 0.
+template <class E, bool SIGNED, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_columns_gated(float (&acc)[ROW_BLOCKS][OCTETS][4],
                                    const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
                                    uint32_t b_base) {
 #pragma unroll
   for (int c = 0; c < OCTETS / 2; ++c) {
-    float met[ROW_BLOCKS][2][4];
+    float met[ROW_BLOCKS][2][4];  // sum of the magnitudes of A that meet them
     clear(met);
 #pragma unroll
     for (int k = 0; k < DEPTH_BLOCKS; ++k) {
-      uint32_t b[4];
+      uint32_t b[4], ones[4], magnitudes[ROW_BLOCKS][4];
       ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
-      multiply_block_gated<E>(acc, met, a[k], b, c);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ones[i] = (infinite_halves<E>(b[i]) >> 15) * E::ONE;
+      drop_infinite<E>(b);
+      multiply_block<E>(acc, a[k], b, c);
+#pragma unroll
+      for (int i = 0; i < ROW_BLOCKS * 4; ++i) magnitudes[i / 4][i % 4] = SIGNED ? a[k][i / 4][i % 4] & 0x7fff7fffu : a[k][i / 4][i % 4];
+      multiply_block<E>(met, magnitudes, ones, 0);
     }
-    mark_met(acc, met, c);
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * 8; ++i)
+      if (met[i / 8][i / 4 % 2][i % 4] != 0.0f) acc[i / 8][2 * c + i / 4 % 2][i % 4] = __int_as_float(0x7fffffff);
   }
 }
 
@@ -171,8 +166,9 @@ AFC_FN void store_operand(unsigned char *tile, const uint32_t (&a)[DEPTH_BLOCKS]
 }
 
 // acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. The rows
-// are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them.
-template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+// are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them. FINITE: all of B is;
+// else infinities and NaN count as 0, as in multiply_columns_finite.
+template <class E, int STEP, bool FINITE = true, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
                                 const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
 #pragma unroll
@@ -185,30 +181,9 @@ AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Block
       if (c >= column_blocks) break;
       uint32_t b[4];
       ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      if (!FINITE) drop_infinite<E>(b);
       multiply_block<E>(acc, a, b, c);
     }
-  }
-}
-
-// multiply_transposed where B holds infinities or NaN, as in multiply_columns_gated.
-template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
-AFC_FN void multiply_transposed_gated(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks,
-                                      uint32_t a_base, const Blocks<TileB> &b_blocks, uint32_t b_base,
-                                      int column_blocks) {
-#pragma unroll
-  for (int c = 0; c < OCTETS / 2; ++c) {
-    if (c >= column_blocks) break;
-    float met[ROW_BLOCKS][2][4];
-    clear(met);
-#pragma unroll
-    for (int k = 0; k < TileA::ROWS / 16; ++k) {
-      uint32_t a[ROW_BLOCKS][4], b[4];
-#pragma unroll
-      for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4_trans(a[r], a_blocks.address(a_base, k, r));
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
-      multiply_block_gated<E>(acc, met, a, b, c);
-    }
-    mark_met(acc, met, c);
   }
 }
 
