@@ -136,7 +136,6 @@ class _Unit:
             table,
             self.buffer[f"{name}_rotated"] if rows else None,
             _untouched(rotations, self.semantics.head_qk),
-            all(r.plain for r in rotations),
         )
 
     def _rotate(self, which: str) -> RotateContext | None:

@@ -123,7 +123,6 @@ class RotateOperand:
     copied_columns: tuple[
         tuple[int, int], ...
     ]  # (first, count) of the column ranges that no rotation touches
-    plain: bool  # all rotations are
 
 
 @dataclass(frozen=True)

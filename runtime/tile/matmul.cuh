@@ -83,7 +83,7 @@ AFC_FN void drop_infinite(uint32_t (&b)[4]) {
 }
 
 // multiply_columns where B may hold infinities and NaN, which an element of A that is 0 must not let through. They count
-// as 0: for an A that is NaN itself where it meets them, as gradients of scores are.
+// as 0: for an A that is NaN itself where it meets them.
 template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
                                     const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
@@ -99,30 +99,33 @@ AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
     }
 }
 
-// The same for any A: what meets an infinity or a NaN becomes NaN where the element of A is not 0.
-template <class E, bool SIGNED, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
-AFC_FN void multiply_columns_gated(float (&acc)[ROW_BLOCKS][OCTETS][4],
-                                   const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
-                                   uint32_t b_base) {
+// Operand A of a product with rows of a tile: an element that is not 0 becomes NaN where its row of the tile holds an
+// infinity or NaN. Ones times their places, in row-major blocks, count them for all rows of A at once.
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS>
+AFC_FN void mark_infinite(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_rows_blocks,
+                          uint32_t b_base) {
+  constexpr uint32_t ONES = E::ONE * 0x10001u;
+  const uint32_t ones[1][4] = {{ONES, ONES, ONES, ONES}};
 #pragma unroll
-  for (int c = 0; c < OCTETS / 2; ++c) {
-    float met[ROW_BLOCKS][2][4];  // sum of the magnitudes of A that meet them
-    clear(met);
+  for (int k = 0; k < DEPTH_BLOCKS; ++k) {
+    float found[1][2][4];
+    clear(found);
 #pragma unroll
-    for (int k = 0; k < DEPTH_BLOCKS; ++k) {
-      uint32_t b[4], ones[4], magnitudes[ROW_BLOCKS][4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+    for (int c = 0; c < TileB::COLUMNS / 16; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, b_rows_blocks.address(b_base, k, c));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ones[i] = (infinite_halves<E>(b[i]) >> 15) * E::ONE;
-      drop_infinite<E>(b);
-      multiply_block<E>(acc, a[k], b, c);
-#pragma unroll
-      for (int i = 0; i < ROW_BLOCKS * 4; ++i) magnitudes[i / 4][i % 4] = SIGNED ? a[k][i / 4][i % 4] & 0x7fff7fffu : a[k][i / 4][i % 4];
-      multiply_block<E>(met, magnitudes, ones, 0);
+      for (int i = 0; i < 4; ++i) b[i] = (infinite_halves<E>(b[i]) >> 15) * E::ONE;
+      multiply_block<E>(found, ones, b, 0);
     }
 #pragma unroll
-    for (int i = 0; i < ROW_BLOCKS * 8; ++i)
-      if (met[i / 8][i / 4 % 2][i % 4] != 0.0f) acc[i / 8][2 * c + i / 4 % 2][i % 4] = __int_as_float(0x7fffffff);
+    for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = found[0][i / 2][0] != 0.0f ? 0x7fffu : 0, high = found[0][i / 2][1] != 0.0f ? 0x7fff0000u : 0;
+        const uint32_t not_zero = ((a[k][r][i] & 0x7fff7fffu) + 0x7fff7fffu) >> 15 & 0x10001u;
+        a[k][r][i] |= (low | high) & not_zero * 0xffffu;
+      }
   }
 }
 
