@@ -393,8 +393,8 @@ class Launch:
 class LaunchPlan:
     """Everything one attention needs at one (Dqk, Dv, dtype, target).
 
-    `deterministic_backward`: what runs instead of `backward` where gradients must have the same bits each time
-    and the kernels of `backward` do not see to it. A kernel of the same name is the same code.
+    `deterministic_backward`: what runs instead of `backward` where gradients must have the same bits each
+    time, and `backward` does not see to it. A kernel of the same name is the same code.
     """
 
     name: str

@@ -10,8 +10,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
-    key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs they
-                                    take the places of a batch entry, and end at its last key
+    key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
+                                    of a batch entry, with its places, and up to its last key
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
     output_<n>, …                   the same of an output block
@@ -166,8 +166,8 @@ TABLE_LIMIT = 512
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between targets in the text of blocks: float literals, constant tables, and where places of
-    a batch entry come from.
+    """What differs between targets in the text of blocks: float literals, constant tables, and where the
+    places of a batch entry come from.
     """
 
     suffix: str  # of literals of type Real; empty: a cast

@@ -302,7 +302,7 @@ class _Unit:
         )
 
     def _count(self, buffer: Buffer) -> str:
-        """Values of a buffer; a call with an origin for each batch entry has more tables than the plan says."""
+        """Values of a buffer; with an origin for each batch entry there are more tables than planned."""
         operand, _, kind = buffer.name.partition("_")
         count = size_text(buffer.count)
         if kind != "table" or (self.q_rotations if operand == "q" else self.k_rotations)[0].by_batch:

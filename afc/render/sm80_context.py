@@ -10,8 +10,9 @@ C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk,
 - row terms: float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta;
 - dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
 
-Head sizes: `head_qk` and `head_v` are those of the tensors, multiples of 8; `d_qk` and `d_v` are what they are
-filled up to with zeros, and `valid_qk`, `valid_v` the last argument of a tile type that says so, or nothing.
+Head sizes: `head_qk` and `head_v` are those of the tensors, multiples of 8; `d_qk` and `d_v` are what they
+are filled up to with zeros, and `valid_qk`, `valid_v` the last argument of a tile type that says so, or
+nothing.
 
 `pointwise`: weights without a sum over the keys, which have no softmax scale, no LSE and no row terms.
 Elements of a batch entry that lie beyond its keys are left out as those beyond N.

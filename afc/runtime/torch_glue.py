@@ -228,7 +228,7 @@ class TorchGlue:
         ]
 
     def check_mode(self, entry: EntryInfo, deterministic: bool) -> bool:
-        """Whether gradients must have the same bits each time. Raises NotImplementedError where they cannot."""
+        """Whether gradients must have the same bits each time. Raises NotImplementedError if they cannot."""
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         if deterministic and not entry.deterministic:
             raise NotImplementedError(

@@ -62,9 +62,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     post = _row_kernel(
         ops.postprocess(f"{prefix}_postprocess", Tile(sm80.POSTPROCESS_ROWS, 0), scale),
         sm80.POSTPROCESS_THREADS,
-        shared_bytes=4
-        * sm80.POSTPROCESS_ROWS
-        * (sm80.padded(meaning.head_qk, back.column_warps) + 4),
+        shared_bytes=4 * sm80.POSTPROCESS_ROWS * (sm80.padded(meaning.head_qk, back.column_warps) + 4),
     )
     queries = replace(
         ops.backward_queries(

@@ -23,6 +23,7 @@ from tests.support.dense import softmax_attention
 from tests.support.normalizers import POINTWISE, TEXTS, VARIANTS
 from tests.support.published import lower
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("normalizers")

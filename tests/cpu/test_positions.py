@@ -200,14 +200,3 @@ def test_interpreters_and_kernel_agree_on_places(name: str) -> None:
             (got.dk, gradients.dk),
         ):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10)
-
-
-def test_gpu_kernels_refuse_tensors_by_name() -> None:
-    """Until they read them: never by a value that is read back to the host."""
-    glue = kernel("llama").glue
-    entry = replace(glue.attention.info.entries[0], target="cuda")
-    q = torch.randn(2, 4, 5, 64)
-    for name, value in (("q_origin", torch.tensor(3)), ("k_origin", torch.tensor([1, 2])), ("kv_len", 4)):
-        with pytest.raises(NotImplementedError, match=f"llama: {name}: .*not supported by GPU kernels"):
-            glue.place(entry, q, name, value)
-    assert glue.place(entry, q, "q_origin", 7) == 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels must do beyond plain softmax attention, as checks of a module: the emulator and GPUs share them.
+"""What kernels must do beyond plain softmax attention, as checks that the emulator and GPUs share.
 
 `call(q, k, v, **options)` is an attention; tensors are made on `device`.
 """
@@ -23,9 +23,11 @@ Call = Callable[..., Any]
 
 SHAPES = ((129, 129, {}), (17, 90, {"q_origin": 60}), (60, 50, {"k_origin": 20}))
 LISTED = """
-mask listed(b, m, n; keep[B, M, N]: bool) = keep[b, m, n]
-attention listed(q, k, v; keep[B, M, N]: bool) = softmax(listed(scaled_dot_product(q, k); keep)) @ v
-attention listed_relu(q, k, v; keep[B, M, N]: bool) = relu_attention(listed(scaled_dot_product(q, k); keep)) @ v
+mask pairs(b, m, n; keep[B, M, N]: bool) = keep[b, m, n]
+attention listed(q, k, v; keep[B, M, N]: bool) = softmax(pairs(scaled_dot_product(q, k); keep)) @ v
+attention listed_sigmoid(q, k, v; keep[B, M, N]: bool) {
+    return sigmoid_attention(pairs(scaled_dot_product(q, k); keep)) @ v
+}
 """
 
 
@@ -142,12 +144,14 @@ def check_hidden_future(call: Call, d: int, device: str, deterministic: bool) ->
         assert dirty.o[:, :, first:].isnan().all()
 
 
-def check_deterministic(call: Call, d: int, heads: tuple[int, int], rows: tuple[int, int], device: str) -> None:
+def check_deterministic(
+    call: Call, d: int, heads: tuple[int, int], rows: tuple[int, int], device: str, **options: Any
+) -> None:
     """The same bits again, dQ as near to the truth as without, and dK and dV the same as without."""
     q, k, v = inputs(2, *heads, *rows, d, d, torch.bfloat16, device)
     do = torch.randn(2, heads[0], rows[0], d, device=device).bfloat16()
-    once, again = (outcome(call, [q, k, v, do], {"deterministic": True}) for _ in range(2))
-    free = outcome(call, [q, k, v, do], {})
+    once, again = (outcome(call, [q, k, v, do], {**options, "deterministic": True}) for _ in range(2))
+    free = outcome(call, [q, k, v, do], options)
     for field in FIELDS:
         assert torch.equal(getattr(once, field), getattr(again, field)), field
     assert torch.equal(once.dk, free.dk) and torch.equal(once.dv, free.dv)
