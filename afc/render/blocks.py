@@ -10,7 +10,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
-    key_run, query_run              runs of indices from the bounds of the mask, or from that test
+    key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
+                                    of a batch entry, with its places, and up to its last key
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
     output_<n>, …                   the same of an output block
@@ -177,12 +178,13 @@ class Dialect:
 
     suffix: str  # of literals of type Real; empty: a cast
     table: str  # declaration of a constant table of doubles
-    plans: bool  # a kernel of its own finds the runs that bounds alone do not decide
-    hoists: bool  # what scores and masks read by row or by column is loaded ahead of the elements
+    plans: bool = False  # a kernel of its own finds the runs that bounds alone do not decide
+    hoists: bool = False  # what scores and masks read by row or by column is loaded ahead of the elements
+    places: str = ""  # parameter that has the origins and the number of keys of a batch entry; empty: `args`
 
 
-CPU = Dialect("", "static const double", False, False)
-CUDA = Dialect("f", "static __device__ const double", True, True)
+CPU = Dialect("", "static const double")
+CUDA = Dialect("f", "static __device__ const double", True, True, "const tile::Places &places")
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,8 @@ class _Writer:
         sizes = _captured_sizes(program)
         self.dimensions = {**DIMENSION_TEXT, **{name: f"int({text})" for name, text in sizes.items()}}
         self.bound_names = {**BOUND_TEXT, **sizes}
+        if dialect.places:
+            self.bound_names |= {name: f"places.{name}" for name in ("q_origin", "k_origin")}
         scalars = {p.name: POSITION for p in program.scalars if p.type is Type.INT}
         ranges = {**RANGES, **dict.fromkeys(sizes, SIZE), **scalars}
         self.printer = Cpp("Real", dialect.suffix, self.dimensions, ranges, self.slots)
@@ -714,10 +718,12 @@ class _Writer:
             ("key_run", "m", "k", self._key_limit),
             ("query_run", "n", "q", self._query_limit),
         ):
-            size = "N" if other == "k" else "M"
+            length = "args.N" if other == "k" else "args.M"
+            if other == "k" and self.dialect.places:
+                length = "places.keys"
             parts = []
             for bounds in plan.conjunctions:
-                lines = [f"Limits limits(args.{other}_origin, args.{size});"]
+                lines = [f"Limits limits({self.bound_names[f'{other}_origin']}, {length});"]
                 lines += [f"limits.{limit(b)};" for b in bounds]
                 parts.append(lines)
             head = self._positions(own) if any(plan.conjunctions) else []
@@ -726,7 +732,8 @@ class _Writer:
                 if own == "m"
                 else "Queries that see keys n_first..n_last."
             )
-            parameters = f"const afc_args &args, int {own}_first, int {own}_last"
+            own_places = f"{self.dialect.places}, " if self.dialect.places else ""
+            parameters = f"const afc_args &args, {own_places}int {own}_first, int {own}_last"
             if not several:
                 result = "Run"
                 lines = [*head, *parts[0], f"return limits.run({elements});"]
@@ -736,7 +743,7 @@ class _Writer:
                 for part in parts:
                     inner = "\n    ".join([*part, f"runs.add(limits.run({elements}));"])
                     lines.append(f"{{\n    {inner}\n  }}")
-                lines.append(f"runs.merge(grid, int(args.{size}));")
+                lines.append(f"runs.merge(grid, int({length}));")
                 what += " No two runs touch one tile of `grid`."
             body = "\n  ".join(lines)
             self.parts.append(f"// {what}\nAFC_FN {result} {name}({parameters}) {{\n  {body}\n}}")
@@ -744,9 +751,9 @@ class _Writer:
     def _positions(self, own: str) -> list[str]:
         """First and last position of a range, and of the steps that bounds count."""
         position, origin = ("i", "q_origin") if own == "m" else ("j", "k_origin")
+        start = self.bound_names[origin]
         return [
-            f"const int64_t {position}_first = {own}_first + args.{origin}, "
-            f"{position}_last = {own}_last + args.{origin};"
+            f"const int64_t {position}_first = {own}_first + {start}, {position}_last = {own}_last + {start};"
         ]
 
     def _key_limit(self, bound: Bound) -> str:
@@ -777,7 +784,7 @@ class _Writer:
         if self.dialect.plans:
             having = {t.read for t in tabled(self.program, self.semantics)}
             axes = [-1 if r.axis is None or r not in having else r.axis for r in reads(predicate)]
-        self.parts.append(box_function(predicate, self.bound_names, scalars, axes))
+        self.parts.append(box_function(predicate, self.bound_names, scalars, axes, self.dialect.places))
         if self.dialect.plans:
             return
         for name, own, other, size, what in (

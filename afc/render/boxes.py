@@ -59,17 +59,21 @@ def box_function(
     dimensions: Mapping[str, str],
     scalars: Mapping[str, tuple[str, str, Type]],
     axes: Sequence[int] | None = None,
+    places: str = "",
 ) -> str:
     """Text of `keep_box`; `tables[k]` is the k-th of the mask's `reads`.
 
     `dimensions`: C++ spelling, in 64 bits; `scalars`: C++ name, text of the value, and type; `axes`: along
-    which each table has extents (-1: it has none), where that is part of the text.
+    which each table has extents (-1: it has none), where that is part of the text; `places`: a parameter with
+    the origins of the batch entry.
     """
     used = variables(predicate)
     lines = []
     for position, index, origin in (("i", "m", "q_origin"), ("j", "n", "k_origin")):
         if position in used:
-            lines.append(f"const afc::Ints {position} = {index} + args.{origin};")
+            lines.append(
+                f"const afc::Ints {position} = {index} + {dimensions.get(origin, f'args.{origin}')};"
+            )
     for name, (local, text, kind) in scalars.items():
         if name in used:
             number = {Type.INT: text, Type.FLOAT: f"Real({text})", Type.BOOL: f"{text} != 0"}[kind]
@@ -97,7 +101,8 @@ def box_function(
     body = "\n  ".join(lines)
     return (
         "// The mask on a box of queries m x keys n: may it keep an element, must it keep all?\n"
-        "AFC_FN afc::Truth keep_box(const afc_args &args, const afc::Table *tables, int b, int h, "
+        "AFC_FN afc::Truth keep_box(const afc_args &args, const afc::Table *tables, "
+        f"{places + ', ' if places else ''}int b, int h, "
         f"const afc::Ints &m,\n{' ' * 27}const afc::Ints &n) {{\n  {body}\n}}"
     )
 

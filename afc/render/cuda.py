@@ -10,8 +10,8 @@ from afc.expr.nodes import Const, Expr, Type, const
 from afc.expr.operators import add
 from afc.expr.simplify import simplify
 from afc.ir.program import Program, Rotation
-from afc.ir.rotation import Dependence, dependence
-from afc.ir.tiled import Buffer, Launch, LaunchPlan, Pass, TiledKernel
+from afc.ir.rotation import dependence
+from afc.ir.tiled import Buffer, Launch, LaunchPlan, Semantics, TiledKernel
 from afc.masks.boxes import reads
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.boxes import TABLE_TYPES
@@ -24,20 +24,20 @@ from afc.render.sm80_context import (
     PostprocessContext,
     PreludeContext,
     PreprocessContext,
+    QueryGradientContext,
     RotateContext,
     RotateOperand,
     RotationContext,
     StoredRow,
     TableRow,
 )
-from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.common import table_part, table_width
 from afc.schedule.sm80 import float_rows, in_registers
-from afc.schedule.stored import batch_and_head, runs_name, tabled
+from afc.schedule.stored import depends_on_head, runs_name, tabled
 from afc.schedule.targets import sm80
 
-MOST_BUFFERS = 8  # AFC_MAX_BUFFERS
+MOST_BUFFERS = 16  # AFC_MAX_BUFFERS
 BYTES = {"float": 4, "bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
 
 CAPTURED_TYPES = {  # condition on `dtype`, and in words
@@ -59,10 +59,12 @@ class _Unit:
         self.semantics = plan.semantics
         self.stored = plan.semantics.mask.residual
         self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA, self.stored)
-        self.buffer = buffer_slots(plan.buffers)
+        self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
+        assert len(self.buffer) <= MOST_BUFFERS, "afc_abi.h: AFC_MAX_BUFFERS"
         head = max(self.semantics.head_qk, self.semantics.head_v)
         self.front = next(t for t in sm80.FORWARD if head <= t.head_max)
         self.back = next(t for t in sm80.BACKWARD if head <= t.head_max)
+        self.ordered = next(t for t in sm80.QUERY_GRADIENT if head <= t.head_max)
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
@@ -87,7 +89,7 @@ class _Unit:
         return "\n".join(parts)
 
     def kernels(self) -> list[tuple[str, Any]]:
-        """(template, context) of every kernel, in launch order."""
+        """(template, context) of every kernel, in launch order; the deterministic form's own comes last."""
         found: list[tuple[str, Any]] = self._plan_kernels()
         if rotate := self._rotate("forward"):
             found.append(("rotate", rotate))
@@ -99,16 +101,22 @@ class _Unit:
                 ("preprocess", self._preprocess()),
                 ("backward", self._backward()),
                 ("postprocess", self._postprocess()),
+                ("backward_queries", self._query_gradient()),
             ]
         return found
 
     def _plan_kernels(self) -> list[tuple[str, Any]]:
         """The kernels that find the runs of both passes."""
-        kernels = {x.kernel.name: x.kernel for x in self.plan.launches if x.kernel.kind in ("table", "plan")}
+        kernels = {x.kernel.name: x.kernel for x in self._launches if x.kernel.kind in ("table", "plan")}
         return [
             ("extents", self._extents(k)) if k.kind == "table" else ("plan", self._plan(k))
             for k in kernels.values()
         ]
+
+    @property
+    def _launches(self) -> tuple[Launch, ...]:
+        """All kernels, those of the deterministic form last."""
+        return (*self.plan.launches, *self.plan.deterministic_backward)
 
     def _tables(self) -> tuple[TableRow, ...]:
         """What the mask reads, in order of first use."""
@@ -147,7 +155,7 @@ class _Unit:
             words[other],
             sizes[own],
             sizes[other],
-            *batch_and_head(self.semantics),
+            depends_on_head(self.semantics),
             self.buffer[runs_name(kernel)],
             self.buffer.get("extents"),
             self._tables(),
@@ -155,29 +163,23 @@ class _Unit:
 
     def _stored_row(self, kernel: str) -> StoredRow | None:
         """Where a kernel finds its runs, if a plan kernel has stored them."""
-        found = next(x.kernel for x in self.plan.launches if x.kernel.name == f"{self.prefix}_{kernel}")
+        found = next(x.kernel for x in self._launches if x.kernel.name == f"{self.prefix}_{kernel}")
         if found.walk is None or not found.walk.stored:
             return None
         queries = found.stationary == "queries"
         head = "work.head" if queries else "work.head * group"
-        match batch_and_head(self.semantics):
-            case True, True:
-                first = f"(static_cast<int64_t>(work.batch) * heads + {head}) * tiles + work.tile"
-            case True, False:
-                first = "static_cast<int64_t>(work.batch) * tiles + work.tile"
-            case False, True:
-                first = f"static_cast<int64_t>({head}) * tiles + work.tile"
-            case _:
-                first = "static_cast<int64_t>(work.tile)"
-        by_head = not queries and batch_and_head(self.semantics)[1]
-        pitch = "static_cast<int64_t>(tiles) * tile::RUN_ROW" if by_head else "0"
+        first = "static_cast<int64_t>(work.batch) * tiles + work.tile"
+        by_head = depends_on_head(self.semantics)
+        if by_head:
+            first = f"(static_cast<int64_t>(work.batch) * heads + {head}) * tiles + work.tile"
+        pitch = "static_cast<int64_t>(tiles) * tile::RUN_ROW" if by_head and not queries else "0"
         return StoredRow(self.buffer[runs_name(found)], first, pitch)
 
     def _rotations(
         self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]
     ) -> tuple[RotationContext, ...]:
         made, offset = [], 0
-        tables = table_index(rotations, "Hq" if operand == "q" else "Hk", "heads")
+        reads = dependence(rotations)
         for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
             assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
             first, width = int(rotation.first.value), int(rotation.width.value)
@@ -198,9 +200,12 @@ class _Unit:
                     table_stride=table_width(rotations),
                     table_offset=offset,
                     in_registers=in_registers(rotation, self.back.column_warps),
+                    tensor=operand,
                     rows="M" if operand == "q" else "N",
+                    heads="Hq" if operand == "q" else "Hk",
                     plain=text.plain,
-                    index=tables,
+                    by_batch=reads.batch,
+                    by_head=reads.head,
                 )
             )
             offset += table_part(rotation)
@@ -210,19 +215,14 @@ class _Unit:
         rotations = self.q_rotations if name == "q" else self.k_rotations
         if not rotations or not (table or rows):
             return None
-        length, heads = ("M", "Hq") if name == "q" else ("N", "Hk")
-        steps = self.semantics.q_rotations if name == "q" else self.semantics.k_rotations
         return RotateOperand(
             name,
-            length,
-            heads,
+            rotations[0].rows,
             self.semantics.head_qk,
             rotations,
             table,
             self.buffer[f"{name}_rotated"] if rows else None,
             _untouched(rotations, self.semantics.head_qk),
-            rotations[0].index,
-            _members(dependence(steps)),
         )
 
     def _rotate(self, which: str) -> RotateContext | None:
@@ -247,8 +247,7 @@ class _Unit:
         s, t = self.semantics, self.front
         return ForwardContext(
             name=f"{self.prefix}_forward",
-            d_qk=s.head_qk,
-            d_v=s.head_v,
+            **_head_sizes(s, 1),
             tile_m=t.queries,
             tile_n=t.keys,
             warps=t.warps,
@@ -259,10 +258,13 @@ class _Unit:
             shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
             softmax_scale=_f(s.softmax_scale),
             scale_log2=_f(s.softmax_scale * LOG2_E),
+            pointwise=not s.has_sum,
+            removed="-tile::INFINITE" if s.has_sum else "0.0f",
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
             row_terms=self.blocks.row_terms,
             column_terms=self.blocks.column_terms,
+            has_extra=self.blocks.has_extra,
             alternatives=len(s.mask.alternatives),
             stored=self._stored_row("forward"),
             scores_finite=s.scores_finite,
@@ -274,10 +276,11 @@ class _Unit:
         s = self.semantics
         return PreprocessContext(
             f"{self.prefix}_preprocess",
-            s.head_qk,
+            sm80.padded(s.head_qk, self.back.column_warps),
             s.head_v,
             sm80.PREPROCESS_ROWS,
-            self.buffer["row_terms"],
+            not s.has_sum,
+            self.buffer.get("row_terms"),
             self.buffer["dq_sum"],
         )
 
@@ -285,8 +288,7 @@ class _Unit:
         s, t = self.semantics, self.back
         return BackwardContext(
             name=f"{self.prefix}_backward",
-            d_qk=s.head_qk,
-            d_v=s.head_v,
+            **_head_sizes(s, t.column_warps),
             tile_m=t.queries,
             tile_n=t.keys,
             key_warps=t.key_warps,
@@ -298,9 +300,10 @@ class _Unit:
             min_blocks=t.min_blocks,
             section=self._section(),
             descending=not self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t)),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t), s.has_sum),
             scale_log2=_f(s.softmax_scale * LOG2_E),
             gradient_scale=_f(s.gradient_scale),
+            pointwise=not s.has_sum,
             has_score=self.blocks.has_score,
             has_score_gradient=self.blocks.has_score_gradient,
             has_mask=self.blocks.has_mask,
@@ -311,20 +314,51 @@ class _Unit:
             scores_finite=s.scores_finite,
             q_buffer=self.buffer.get("q_rotated"),
             k_buffer=self.buffer.get("k_rotated"),
-            terms_buffer=self.buffer["row_terms"],
+            terms_buffer=self.buffer.get("row_terms"),
             dq_buffer=self.buffer["dq_sum"],
             needs_float_rows=float_rows(s, t),
             k_rotations=self.k_rotations,
         )
 
+    def _query_gradient(self) -> QueryGradientContext:
+        s, t = self.semantics, self.ordered
+        return QueryGradientContext(
+            name=f"{self.prefix}_backward_queries",
+            **_head_sizes(s, 1),
+            tile_m=t.queries,
+            tile_n=t.keys,
+            warps=t.warps,
+            min_blocks=t.min_blocks,
+            section=self._section(),
+            descending=self._descending(),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            gradient_scale=_f(s.gradient_scale),
+            pointwise=not s.has_sum,
+            has_score=self.blocks.has_score,
+            has_score_gradient=self.blocks.has_score_gradient,
+            has_mask=self.blocks.has_mask,
+            row_terms=self.blocks.row_terms,
+            column_terms=self.blocks.column_terms,
+            alternatives=len(s.mask.alternatives),
+            stored=self._stored_row("backward_queries"),
+            scores_finite=s.scores_finite,
+            q_buffer=self.buffer.get("q_rotated"),
+            k_buffer=self.buffer.get("k_rotated"),
+            terms_buffer=self.buffer.get("row_terms"),
+            q_rotations=self.q_rotations,
+        )
+
     def _postprocess(self) -> PostprocessContext:
         s, rows = self.semantics, sm80.POSTPROCESS_ROWS
+        columns = sm80.padded(s.head_qk, self.back.column_warps)
         return PostprocessContext(
             f"{self.prefix}_postprocess",
+            columns,
             s.head_qk,
             rows,
             sm80.POSTPROCESS_THREADS,
-            4 * rows * (s.head_qk + 4),
+            4 * rows * (columns + 4),
             _f(s.gradient_scale),
             self.buffer["dq_sum"],
             self.q_rotations,
@@ -335,11 +369,13 @@ class _Unit:
     def host_text(self) -> str:
         """Launch code of both passes."""
         s = self.semantics
-        kernels = dict.fromkeys(self._kernel_row(launch) for launch in self.plan.launches)
-        passes = []
-        for name, launches in (("forward", self.plan.forward), ("backward", self.plan.backward)):
-            if launches:
-                passes.append(PassRow(name, tuple(map(_launch_row, launches))))
+        plan = self.plan
+        launched = {x.kernel.name: x for x in self._launches}
+        kernels = [self._kernel_row(launch) for launch in launched.values()]
+        passes = [PassRow("forward", tuple(map(_launch_row, plan.forward)))]
+        if plan.backward:
+            other = tuple(map(_launch_row, plan.deterministic_backward))
+            passes.append(PassRow("backward", tuple(map(_launch_row, plan.backward)), other))
         context = LaunchContext(
             provenance(self.program, self.plan, "host code: launches the kernels in order"),
             self.symbol,
@@ -357,31 +393,23 @@ class _Unit:
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
         return tuple(
-            BufferRow(self.buffer[b.name], b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
+            BufferRow(self.buffer[b.name], b.name, needed[b.passes], BYTES[b.dtype], self._count(b))
             for b in self.plan.buffers
         )
+
+    def _count(self, buffer: Buffer) -> str:
+        """Values of a buffer; with an origin for each batch entry there are more tables than planned."""
+        operand, _, kind = buffer.name.partition("_")
+        count = size_text(buffer.count)
+        if kind != "table" or (self.q_rotations if operand == "q" else self.k_rotations)[0].by_batch:
+            return count
+        return f"(args.{operand}_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * ({count})"
 
     def _kernel_row(self, launch: Launch) -> KernelRow:
         binding = launch.kernel.binding
         return KernelRow(
             _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
         )
-
-
-def buffer_slots(buffers: tuple[Buffer, ...]) -> dict[str, int]:
-    """Index of each buffer in `args.buffer`; two runs of different passes share one."""
-    slots: dict[str, int] = {}
-    runs: dict[int, set[Pass]] = {}  # passes in which an index with runs is taken
-    count = 0
-    for buffer in buffers:
-        free = next((n for n, taken in runs.items() if not taken & set(buffer.passes)), None)
-        if buffer.dtype != "run" or free is None:
-            free, count = count, count + 1
-        slots[buffer.name] = free
-        if buffer.dtype == "run":
-            runs[free] = runs.get(free, set()) | set(buffer.passes)
-    assert count <= MOST_BUFFERS, "afc_abi.h: AFC_MAX_BUFFERS"
-    return slots
 
 
 def _launch_row(launch: Launch) -> LaunchRow:
@@ -394,25 +422,25 @@ def _print(template: str, context: Any) -> str:
     return render("sm80", f"{template}.cu.j2", **{f.name: getattr(context, f.name) for f in fields(context)})
 
 
+def _head_sizes(meaning: Semantics, warps: int) -> dict[str, Any]:
+    """Head sizes of a context, filled up for `warps` along the columns."""
+    d_qk, d_v = (sm80.padded(head, warps) for head in (meaning.head_qk, meaning.head_v))
+    return {
+        "d_qk": d_qk,
+        "d_v": d_v,
+        "head_qk": meaning.head_qk,
+        "head_v": meaning.head_v,
+        "valid_qk": "" if d_qk == meaning.head_qk else f", {meaning.head_qk}",
+        "valid_v": "" if d_v == meaning.head_v else f", {meaning.head_v}",
+    }
+
+
 def _constant(kernel: str) -> str:
     return kernel.upper()
 
 
 def _f(value: float) -> str:
     return real_literal(value, "float")
-
-
-def _members(reads: Dependence) -> tuple[str, str, str]:
-    """(first, end, step) of the indices b * heads + h that the table of a batch entry or head serves."""
-    match reads.batch, reads.head:
-        case True, True:
-            return "table + part", "table + 1", "parts"
-        case True, False:
-            return "table * heads + part", "table * heads + heads", "parts"
-        case False, True:
-            return "table + part * heads", "batch_heads", "parts * heads"
-        case _:
-            return "part", "batch_heads", "parts"
 
 
 def _untouched(rotations: tuple[RotationContext, ...], columns: int) -> tuple[tuple[int, int], ...]:

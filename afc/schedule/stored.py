@@ -2,7 +2,7 @@
 """The plan pass: kernels that find the runs of a mask which bounds alone do not decide, and their buffers.
 
 `extents` tabulates what the mask reads of captured tensors; a `plan` kernel for each (axis, tile) writes the
-runs of every tile, once for all batch entries and heads where the mask depends on neither.
+runs of every tile of a batch entry, once for all heads where the mask does not depend on them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ def tabled(program: Program, meaning: Semantics) -> tuple[Tabled, ...]:
     return tuple(found)
 
 
-def depends(meaning: Semantics) -> tuple[str, ...]:
-    """B and H, where the mask depends on the batch entry and on the head."""
+def depends_on_head(meaning: Semantics) -> bool:
+    """Whether heads have runs of their own. Batch entries always have: their places may differ."""
     assert meaning.mask.predicate is not None
-    used = variables(meaning.mask.predicate)
-    return ("B",) * ("b" in used) + ("H",) * ("h" in used)
+    return "h" in variables(meaning.mask.predicate)
+
+
+def _owners(meaning: Semantics) -> tuple[str, ...]:
+    return ("B", "H") if depends_on_head(meaning) else ("B",)
 
 
 def runs_name(kernel: TiledKernel) -> str:
@@ -116,7 +119,7 @@ def with_plan(
             (),
             binding=Binding(target, warps=PLAN_WARPS),
         )
-        work = add(items(tiles(own, count), *depends(meaning)), const(PLAN_WARPS - 1))
+        work = add(items(tiles(own, count), *_owners(meaning)), const(PLAN_WARPS - 1))
         grid = (simplify(call("floordiv", work, const(PLAN_WARPS))), const(1))
         plans[runs_name(kernel)] = Launch(plan, names, grid)
     after = {name: x.kernel.name for name, x in plans.items()}
@@ -133,11 +136,11 @@ def with_plan(
 
 
 def buffers(
-    program: Program, meaning: Semantics, passes: dict[Pass, tuple[Launch, ...]]
+    program: Program, meaning: Semantics, in_passes: dict[Pass, tuple[Launch, ...]]
 ) -> tuple[Buffer, ...]:
     """The workspace of the plan pass: extents, and the runs of each plan kernel."""
     found: dict[str, Buffer] = {}
-    for name, launches in passes.items():
+    for name, launches in in_passes.items():
         for launch in launches:
             kernel = launch.kernel
             if kernel.kind == "table":
@@ -151,16 +154,9 @@ def buffers(
                 keys = kernel.walk.axis == "keys"
                 own = tiles("M", kernel.tile.queries) if keys else tiles("N", kernel.tile.keys)
                 key, dtype = runs_name(kernel), "run"
-                dimensions = depends(meaning)
-                rows = mul(size(*dimensions), own) if dimensions else own
-                count = mul(rows, const(RUN_ROW))
+                count = mul(mul(size(*_owners(meaning)), own), const(RUN_ROW))
             else:
                 continue
-            both = found[key].passes if key in found else ()
-            found[key] = Buffer(key, dtype, count, (*both, name))
+            passes = dict.fromkeys((*(found[key].passes if key in found else ()), name))
+            found[key] = Buffer(key, dtype, count, tuple(passes))
     return tuple(found.values())
-
-
-def batch_and_head(meaning: Semantics) -> tuple[bool, bool]:
-    """Whether the mask depends on the batch entry, and on the head."""
-    return "B" in depends(meaning), "H" in depends(meaning)

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from tests import emulator  # noqa: E402
 from tests.support.checks import compare, failures, inputs  # noqa: E402
+from tests.support.dense import Variant, softmax_attention  # noqa: E402
 from tests.support.masked import MASKED, PROGRAM, variant  # noqa: E402
 
 SHAPES = {"packed": (2, 2, 1, 300, 330), "by_head": (1, 4, 2, 200, 200), "thirds_of": (1, 1, 1, 40, 700)}
@@ -46,3 +47,27 @@ def test_rows_that_no_tile_keeps(modules: Any) -> None:
     assert (out == 0).all() and (lse == -torch.inf).all()
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert (gradient == 0).all()
+
+
+def test_places_of_each_batch(modules: Any) -> None:
+    """Runs are those of each batch entry's origin, up to its last key; also in the deterministic form."""
+    b, h, m, n = 2, 2, 150, 190
+    counts, origins = torch.tensor([170, 75]), torch.tensor([30, 90])
+    q, k, v = inputs(b, h, 1, m, n, 64, 64, torch.bfloat16, "cpu")
+    extras = MASKED["packed"][1](b, h, m, n)
+    i = torch.arange(m)[:, None] + origins[:, None, None]
+    j = torch.arange(n)[None]
+    kept = (extras["qdoc"][:, :, None] == extras["kdoc"][:, None]) & (extras["kdoc"] >= 0)[:, None]
+    kept = (kept & (j <= i) & (j < counts[:, None, None]))[:, None]
+
+    def dense(q: Any, k: Any, v: Any) -> Any:
+        return softmax_attention(q, k, v, lambda s: s * 0.125, kept)
+
+    for deterministic in (False, True):
+
+        def call(q: Any, k: Any, v: Any, on: bool = deterministic, **more: Any) -> Any:
+            places = {"q_origin": origins, "kv_len": counts, "deterministic": on}
+            return modules[64].packed(q, k, v, **extras, **places, **more)
+
+        bad = failures(compare(call, Variant("packed", "packed", dense), q, k, v, {}))
+        assert not bad, f"deterministic {deterministic}: (error, allowed) {bad}"

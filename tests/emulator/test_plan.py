@@ -31,6 +31,7 @@ from tests.unit.test_stored_runs import brute, elements, predicate, tensors
 HEAD = """#include "emulator.hpp"
 #include "tile/mask_plan.cuh"
 """
+DIMENSIONS = {"M": "args.M", "N": "args.N", "q_origin": "places.q_origin", "k_origin": "places.k_origin"}
 MAIN = """
 static afc_captured captured(void *data, int dtype, std::initializer_list<int64_t> sizes) {
   afc_captured tensor{data, dtype, int(sizes.size()), {}, {}};
@@ -109,7 +110,7 @@ class Planned:
         }
         rows = self.table_rows()
         box = box_function(
-            self.mask, {"M": "args.M", "N": "args.N"}, scalars, axes=[row["axis"] for row in rows]
+            self.mask, DIMENSIONS, scalars, [row["axis"] for row in rows], "const tile::Places &places"
         )
         parts = [f"namespace case{number} {{", box]
         tabled = [row for row in rows if row["axis"] >= 0]
@@ -128,7 +129,6 @@ class Planned:
                     others=words[other],
                     own_tile=sizes[0],
                     other_tile=sizes[1],
-                    by_batch=True,
                     by_head=True,
                     runs_buffer=1,
                     extents_buffer=0 if tabled else None,

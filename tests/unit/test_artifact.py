@@ -191,7 +191,7 @@ def test_two_modules_of_one_name_give_their_own_kernels(
     assert one.__name__ == two.__name__ == "kernel" and one is not two
     assert Call()(one) == [2.5, 4.5, 6.5] and Call()(two) == [5.5, 10.5, 15.5]
     assert json.loads(one._afc_metadata) == {"source": '"é??/2.0'} != json.loads(two._afc_metadata)
-    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 2
+    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 3
     assert plain_runtime == [one, two]
 
 

@@ -25,6 +25,8 @@ enum Kernel {
   BIGBIRD_ENCODER_PREPROCESS,
   BIGBIRD_ENCODER_BACKWARD,
   BIGBIRD_ENCODER_POSTPROCESS,
+  BIGBIRD_ENCODER_PLAN_KEYS_OF_64_BY_32,
+  BIGBIRD_ENCODER_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -34,9 +36,11 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"bigbird_encoder_preprocess", 0, 256},
     {"bigbird_encoder_backward", 70144, 128},
     {"bigbird_encoder_postprocess", 16896, 256},
+    {"bigbird_encoder_plan_keys_of_64_by_32", 0, 128},
+    {"bigbird_encoder_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&bigbird_encoder_cuda_bfloat16_128_128_images, kernels, 6};
+afc_gpu_module gpu = {&bigbird_encoder_cuda_bfloat16_128_128_images, kernels, 8};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -69,20 +73,6 @@ int check(const afc_args &args, bool backward) {
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
-  }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
   }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
@@ -125,8 +115,9 @@ int64_t place(afc_args &args, bool backward) {
   };
   take(0, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
   take(1, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
-  take(2, !backward, 16 * (args.Hq * ((args.M + 63) / 64) * 64));  // keys_of_64_by_64
-  take(2, backward, 16 * (args.Hq * ((args.N + 63) / 64) * 64));  // queries_of_64_by_32
+  take(2, !backward, 16 * (args.B * args.Hq * ((args.M + 63) / 64) * 64));  // keys_of_64_by_64
+  take(3, backward, 16 * (args.B * args.Hq * ((args.N + 63) / 64) * 64));  // queries_of_64_by_32
+  take(4, backward, 16 * (args.B * args.Hq * ((args.M + 63) / 64) * 64));  // keys_of_64_by_32
   return at;
 }
 
@@ -152,7 +143,7 @@ extern "C" int64_t bigbird_encoder_cuda_bfloat16_128_128_workspace(const afc_arg
 extern "C" int bigbird_encoder_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(BIGBIRD_ENCODER_PLAN_KEYS_OF_64_BY_64, ((args.M + 63) / 64 * args.Hq + 3) / 4, 1, args)) {
+  if (int status = launch(BIGBIRD_ENCODER_PLAN_KEYS_OF_64_BY_64, ((args.M + 63) / 64 * args.B * args.Hq + 3) / 4, 1, args)) {
     return status;
   }
   if (int status = launch(BIGBIRD_ENCODER_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
@@ -164,7 +155,15 @@ extern "C" int bigbird_encoder_cuda_bfloat16_128_128_forward(const afc_args *cal
 extern "C" int bigbird_encoder_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
-  if (int status = launch(BIGBIRD_ENCODER_PLAN_QUERIES_OF_64_BY_32, ((args.N + 63) / 64 * args.Hq + 3) / 4, 1, args)) {
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(BIGBIRD_ENCODER_PLAN_QUERIES_OF_64_BY_32, ((args.N + 63) / 64 * args.B * args.Hq + 3) / 4, 1, args)) return status;
+    if (int status = launch(BIGBIRD_ENCODER_PLAN_KEYS_OF_64_BY_32, ((args.M + 63) / 64 * args.B * args.Hq + 3) / 4, 1, args)) return status;
+    if (int status = launch(BIGBIRD_ENCODER_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(BIGBIRD_ENCODER_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(BIGBIRD_ENCODER_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    return AFC_OK;
+  }
+  if (int status = launch(BIGBIRD_ENCODER_PLAN_QUERIES_OF_64_BY_32, ((args.N + 63) / 64 * args.B * args.Hq + 3) / 4, 1, args)) {
     return status;
   }
   if (int status = launch(BIGBIRD_ENCODER_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

@@ -28,6 +28,8 @@ enum Kernel {
   PACKED_PREPROCESS,
   PACKED_BACKWARD,
   PACKED_POSTPROCESS,
+  PACKED_PLAN_KEYS_OF_64_BY_32,
+  PACKED_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -40,9 +42,11 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"packed_preprocess", 0, 256},
     {"packed_backward", 70144, 128},
     {"packed_postprocess", 16896, 256},
+    {"packed_plan_keys_of_64_by_32", 0, 128},
+    {"packed_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&packed_cuda_bfloat16_128_128_images, kernels, 9};
+afc_gpu_module gpu = {&packed_cuda_bfloat16_128_128_images, kernels, 11};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -75,20 +79,6 @@ int check(const afc_args &args, bool backward) {
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
-  }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
   }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
@@ -143,7 +133,8 @@ int64_t place(afc_args &args, bool backward) {
   take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   take(6, true, 24 * (273 * (args.B * ((args.M + 8191) / 8192) + args.B * ((args.N + 8191) / 8192))));  // extents
   take(7, !backward, 16 * (args.B * ((args.M + 63) / 64) * 64));  // keys_of_64_by_64
-  take(7, backward, 16 * (args.B * ((args.N + 63) / 64) * 64));  // queries_of_64_by_32
+  take(8, backward, 16 * (args.B * ((args.N + 63) / 64) * 64));  // queries_of_64_by_32
+  take(9, backward, 16 * (args.B * ((args.M + 63) / 64) * 64));  // keys_of_64_by_32
   return at;
 }
 
@@ -187,6 +178,16 @@ extern "C" int packed_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int packed_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(PACKED_EXTENTS, args.B * ((args.M + 8191) / 8192) + args.B * ((args.N + 8191) / 8192), 1, args)) return status;
+    if (int status = launch(PACKED_PLAN_QUERIES_OF_64_BY_32, ((args.N + 63) / 64 * args.B + 3) / 4, 1, args)) return status;
+    if (int status = launch(PACKED_PLAN_KEYS_OF_64_BY_32, ((args.M + 63) / 64 * args.B + 3) / 4, 1, args)) return status;
+    if (int status = launch(PACKED_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(PACKED_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(PACKED_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(PACKED_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(PACKED_EXTENTS, args.B * ((args.M + 8191) / 8192) + args.B * ((args.N + 8191) / 8192), 1, args)) {
     return status;
   }
