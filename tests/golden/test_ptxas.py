@@ -32,6 +32,9 @@ MATRIX = (
     ("axial_vit", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
     ("llama_tables", (128,), ("sm_80", "sm_86"), ("bfloat16",)),
     ("speculative", (64,), ("sm_80", "sm_86"), ("float16",)),
+    ("packed", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("bigbird", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("block_sparse", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
 )
 
 
