@@ -36,6 +36,9 @@ MATRIX = (
     ("softmax1", (64, 128, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
     ("sigmoid", (64, 96, 128, 192, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("float16",)),
     ("relu_vit", (64, 128), ("sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("packed", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("bigbird", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("block_sparse", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
 )
 
 
