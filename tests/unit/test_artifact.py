@@ -409,7 +409,7 @@ def test_use_from_c_without_python(tmp_path: Path, cache: Cache, toolchain: Tool
     assert good == "affine 0 6 []"
     assert reserved == "1 num_splits: not supported by this module, must be zero"
     assert size.startswith("1 args: expected call interface 3 of ") and size.endswith(
-        "got version 2 of 8 bytes"
+        "got version 3 of 8 bytes"
     )
 
 
