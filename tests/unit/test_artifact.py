@@ -589,7 +589,7 @@ def launch(
 
 
 def test_first_launch_prepares_and_later_ones_only_launch(launch: Launch) -> None:
-    line = "launch cubin-sm_90a device 0 grid 2 2 3 block 64 shared 60000 stream 7 early 1 args 2"
+    line = "launch cubin-sm_90a device 0 grid 2 2 3 block 64 shared 60000 stream 7 early 1 args 3"
     prepare = ["init 0 0", "retain 0 0", "capture 2 0", "cubin-sm_90a 0 0", "shared 60000 0", "capture 0 0"]
     assert launch("90", "run(); run()") == [*prepare, line, line]
     assert launch("90", "run(rows=0)") == []  # an empty grid does not even start the driver
