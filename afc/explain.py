@@ -25,12 +25,13 @@ from afc.ir.program import Normalizer, Program, Rotation, RowStep, ScalarParam
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, TiledKernel
 from afc.masks import BoxTest, derive, key_runs, stored_runs
+from afc.masks.stored import MOST_RUNS
 from afc.options import Constant, Options
 
 BATCH, HEADS = 1, 8  # what sizes are given for
 ASSUMED = {Type.INT: 256, Type.FLOAT: 1.0, Type.BOOL: True}
 BYTES = {"double": 8, "float64": 8, "int64": 8, "float": 4, "float32": 4, "int32": 4, "uint32": 4}
-BYTES |= {"bfloat16": 2, "float16": 2, "extent": 24}
+BYTES |= {"bfloat16": 2, "float16": 2, "extent": 24, "run": 16}
 CODE = re.compile(r"[Ee]\d{4}")
 
 
@@ -114,6 +115,8 @@ def runs_of_tiles(
     if _stored(plan) and mask.predicate is not None and _tests_decide(mask.predicate):
         test = BoxTest(mask.predicate, sizes)
         found = stored_runs(test, (length, length), (tile.queries, tile.keys))
+        if _aligned(plan):  # a plan kernel has room for so many
+            found = found.at_most(MOST_RUNS)
         yield from ((queries, found.of(number)) for number, queries in enumerate(ranges))
         return
     grid = tile.keys if _aligned(plan) else 1
@@ -376,7 +379,11 @@ def _plan(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> list
             lines.append(f"    {title}, workspace {_total(buffers, sizes)} bytes:")
         lines += [f"      {n}. {_launch(x, length, sizes)}" for n, x in enumerate(launches, 1)]
     if plan.backward:
-        how = "the same bits each time" if plan.deterministic else "dQ is added in no fixed order"
+        how = "the same bits each time" if plan.ordered else "dQ is added in no fixed order"
+        if plan.deterministic_backward:
+            how += "; with `deterministic`, in one: " + ", ".join(
+                x.kernel.name for x in plan.deterministic_backward if x.kernel.kind == "backward"
+            )
         lines.append(f"    gradients: {how}")
     return lines + _runs(plan, length, values)
 

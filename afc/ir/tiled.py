@@ -400,8 +400,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything one attention needs at one (Dqk, Dv, dtype, target). `tile_steps`: how far down its target's
-    lists of tiles the forward and the backward kernel are.
+    """Everything one attention needs at one (Dqk, Dv, dtype, target).
+
+    `tile_steps`: how far down its target's lists of tiles the forward and the backward kernel are.
+    `deterministic_backward`: what runs instead of `backward` where gradients must have the same bits each
+    time, and `backward` does not see to it. A kernel of the same name is the same code.
     """
 
     name: str
@@ -412,14 +415,20 @@ class LaunchPlan:
     buffers: tuple[Buffer, ...]
     saved: tuple[Operand, ...] = ("q", "k", "v", "o", "lse")
     tile_steps: tuple[int, int] = (0, 0)
+    deterministic_backward: tuple[Launch, ...] = ()
 
     @property
-    def deterministic(self) -> bool:
+    def ordered(self) -> bool:
         """Whether no kernel adds results of several work items in memory."""
         ops = [op for x in self.launches for op in (*x.kernel.prologue, *x.kernel.body, *x.kernel.epilogue)]
         return not any(isinstance(op, Store) and op.add for op in ops)
 
     @property
+    def deterministic(self) -> bool:
+        """Whether gradients can be had with the same bits each time."""
+        return self.ordered or bool(self.deterministic_backward)
+
+    @property
     def launches(self) -> tuple[Launch, ...]:
-        """All kernels, forward first."""
+        """All kernels of the usual passes, forward first."""
         return (*self.forward, *self.backward)

@@ -9,6 +9,7 @@ number of tiles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from afc.masks.boxes import BoxTest
 FANOUT = 4
 CHUNK = 2**15  # boxes tested at once
 COMPACT = 2**18  # stored spans after which neighbours are merged, at least
+MOST_RUNS = 63  # of a tile, where each has the same memory
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,29 @@ class StoredRuns:
         """Runs of one tile."""
         rows = self.runs[self.offsets[tile] : self.offsets[tile + 1]]
         return tuple(Run(*row) for row in rows.tolist())
+
+    def at_most(self, count: int) -> StoredRuns:
+        """The same with at most `count` runs a tile: one more closes the smallest gap between those before
+        it, the first of several, and the larger full part of the two remains."""
+        rows: list[list[int]] = []
+        offsets = [0]
+        for tile in range(len(self.offsets) - 1):
+            found: list[list[int]] = []
+            for run in self.runs[self.offsets[tile] : self.offsets[tile + 1]].tolist():
+                if len(found) == count:
+                    gaps = [b[0] - a[3] for a, b in pairwise(found)]
+                    k = gaps.index(min(gaps))
+                    found[k : k + 2] = [_joined(*found[k : k + 2])]
+                found.append(run)
+            rows += found
+            offsets.append(len(rows))
+        return StoredRuns(np.array(offsets), np.array(rows, np.int64).reshape(-1, 4))
+
+
+def _joined(a: list[int], b: list[int]) -> list[int]:
+    """Two runs and the gap between them as one, with the larger full part."""
+    begin, end = max(a, b, key=lambda run: run[2] - run[1])[1:3]
+    return [a[0], begin, end, b[3]] if begin < end else [a[0], b[3], b[3], b[3]]
 
 
 @dataclass

@@ -3,7 +3,8 @@
 
 A box of at most EXACT elements is read; a longer range along one axis is answered from a table: the bounds of
 blocks of BLOCK elements, and of runs of 2, 4, 8, ... blocks (any range is two of those and its two ends).
-Built once per call in O(elements). `runtime/cpu/bounds.hpp` has the same for the emitted code.
+Built once per call in O(elements). `runtime/cpu/bounds.hpp` has the same for the emitted code;
+`runtime/tile/mask_tables.cuh` finds the same bounds by a tree of ranges.
 """
 
 from __future__ import annotations

@@ -37,12 +37,14 @@ from afc.ir.tiled import (
     Scores,
     Semantics,
     Store,
+    Tile,
     TiledKernel,
     TileOp,
     Walk,
     Weights,
 )
 from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
+from afc.masks.stored import MOST_RUNS
 from afc.reference.captured import add_extra, add_scores, extra_gradient
 from afc.reference.dense import Call, Gradients, Result, output_back, transform, transform_back, weight_factor
 from afc.reference.rounding import to_storage
@@ -60,6 +62,7 @@ class _Memory:
     captured: dict[str, Array] = field(default_factory=dict)  # gradients, in the tensors' shapes
     group: int = 1
     stored: dict[tuple[str, int, int], StoredRuns] = field(default_factory=dict)
+    planned: dict[tuple[str, Tile, int, int], StoredRuns] = field(default_factory=dict)
 
 
 @dataclass
@@ -87,9 +90,16 @@ def run_forward(plan: LaunchPlan, call: Call) -> Result:
 
 
 def run_backward(
-    plan: LaunchPlan, call: Call, result: Result, do: Array, dlse: Array | None = None
+    plan: LaunchPlan,
+    call: Call,
+    result: Result,
+    do: Array,
+    dlse: Array | None = None,
+    deterministic: bool = False,
 ) -> Gradients:
-    """Gradients, by the plan's backward kernels. `result` is the forward's."""
+    """Gradients, by the plan's backward kernels, or by those of its deterministic form. `result` is the
+    forward's.
+    """
     memory = _memory(plan, call)
     storage = plan.semantics.storage
     b, h, m, d = call.q.shape
@@ -107,7 +117,7 @@ def run_backward(
         "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
     memory.captured = {name: np.zeros(np.shape(call.tensors[name])) for name in plan.semantics.learned}
-    _run(plan.backward, memory)
+    _run(plan.deterministic_backward if deterministic else plan.backward, memory)
     return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"], memory.captured)
 
 
@@ -125,8 +135,28 @@ def _memory(plan: LaunchPlan, call: Call) -> _Memory:
 
 def _run(launches: tuple[Launch, ...], memory: _Memory) -> None:
     for launch in launches:
-        if launch.kernel.kind != "rotate":  # its results are in `memory` already
+        if launch.kernel.kind == "plan":
+            _find_runs(launch.kernel, memory)
+        elif launch.kernel.kind not in ("rotate", "table"):  # their results are in `memory` already
             _kernel(launch.kernel, memory)
+
+
+def _find_runs(kernel: TiledKernel, memory: _Memory) -> None:
+    """The runs of every tile of an axis, as a plan kernel stores them."""
+    sizes = memory.call.sizes()
+    for b in range(sizes["B"]):
+        for h in range(sizes["H"]):
+            found = _tested(kernel, memory, b, h).at_most(MOST_RUNS)
+            memory.planned[(kernel.stationary, kernel.tile, b, h)] = found
+
+
+def _tested(kernel: TiledKernel, memory: _Memory, b: int, h: int) -> StoredRuns:
+    call, predicate, tile = memory.call.of_batch(b), memory.semantics.mask.predicate, kernel.tile
+    assert predicate is not None
+    sizes: dict[str, Any] = {**call.sizes(), **call.scalars}
+    test = BoxTest(predicate, sizes, call.tensors)
+    by_keys = kernel.stationary == "keys"
+    return stored_runs(test, (sizes["M"], sizes["N"]), (tile.queries, tile.keys), by_keys, b, h)
 
 
 def _kernel(kernel: TiledKernel, memory: _Memory) -> None:
@@ -190,15 +220,13 @@ def _all_runs(
         size = tile.keys if queries else tile.queries
         grid = size if walk.aligned else 1
         return (key_runs if queries else query_runs)(plan, section.start, section.stop - 1, sizes, grid)
+    number = section.start // (tile.queries if queries else tile.keys)
+    if walk.aligned:  # a plan kernel has stored them
+        return memory.planned[(kernel.stationary, tile, work.b, work.h)].of(number)
     key = kernel.name, work.b, work.h
     if key not in memory.stored:
-        assert plan.predicate is not None
-        test = BoxTest(plan.predicate, sizes, call.tensors)
-        shape = sizes["M"], sizes["N"]
-        memory.stored[key] = stored_runs(
-            test, shape, (tile.queries, tile.keys), by_keys=not queries, b=work.b, h=work.h
-        )
-    return memory.stored[key].of(section.start // (tile.queries if queries else tile.keys))
+        memory.stored[key] = _tested(kernel, memory, work.b, work.h)
+    return memory.stored[key].of(number)
 
 
 def _ops(ops: tuple[TileOp, ...], work: _Work, memory: _Memory) -> None:

@@ -11,7 +11,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
-    key_run, query_run              runs of indices from the bounds of the mask, or from that test
+    key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
+                                    of a batch entry, with its places, and up to its last key
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
     output_<n>, …                   the same of an output block
@@ -48,7 +49,9 @@ from afc.ir.masks import Bound
 from afc.ir.program import DIMENSIONS, CapturedRead, Program, Rotation, RowStep, Step, Transform
 from afc.ir.rotation import dependence, distinct_entries
 from afc.ir.tiled import Semantics
+from afc.masks.boxes import reads
 from afc.render.boxes import box_function
+from afc.schedule.stored import tabled
 
 POSITION = Interval(1 - 2**30, 2**30 - 1)  # so that a difference of positions fits 32 bits
 SIZE = Interval(0, 2**30)
@@ -156,6 +159,12 @@ TAKEN = frozenset(
         "key_run",
         "query_run",
         "tables",
+        "row",
+        "Row",
+        "load_row",
+        "column",
+        "Column",
+        "load_column",
         "captured_gradients",
         "captured_extra_gradients",
         "d",
@@ -167,14 +176,17 @@ TABLE_LIMIT = 512
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between targets in the text of blocks: float literals and constant tables."""
+    """What differs between targets in the text of blocks."""
 
     suffix: str  # of literals of type Real; empty: a cast
     table: str  # declaration of a constant table of doubles
+    plans: bool = False  # a kernel of its own finds the runs that bounds alone do not decide
+    hoists: bool = False  # what scores and masks read by row or by column is loaded ahead of the elements
+    places: str = ""  # parameter that has the origins and the number of keys of a batch entry; empty: `args`
 
 
 CPU = Dialect("", "static const double")
-CUDA = Dialect("f", "static __device__ const double")
+CUDA = Dialect("f", "static __device__ const double", True, True, "const tile::Places &places")
 
 
 @dataclass(frozen=True)
@@ -248,16 +260,26 @@ class BlockText:
     k_rows: tuple[RowText, ...] = ()
     outputs: tuple[RowText, ...] = ()
     has_weight: bool = False
+    row_terms: bool = False  # score, score_gradient and keep take a `row`, from load_row
+    column_terms: bool = False  # and a `column`, from load_column
 
 
 @dataclass(frozen=True)
 class _Field:
-    """A member of Item: C++ type and name, the text that loads it, and the expression it stands for."""
+    """A member of Item, Row or Column: C++ type and name, the text that loads it, the expression it stands
+    for, and the variable that has it.
+    """
 
     c_type: str
     name: str
     value: str
     expr: Expr
+    of: str = "item"
+
+    @property
+    def member(self) -> str:
+        """Text of the member."""
+        return f"{self.of}.{self.name}"
 
 
 def render_blocks(
@@ -278,18 +300,24 @@ class _Writer:
         sizes = _captured_sizes(program)
         self.dimensions = {**DIMENSION_TEXT, **{name: f"int({text})" for name, text in sizes.items()}}
         self.bound_names = {**BOUND_TEXT, **sizes}
+        if dialect.places:
+            self.bound_names |= {name: f"places.{name}" for name in ("q_origin", "k_origin")}
         scalars = {p.name: POSITION for p in program.scalars if p.type is Type.INT}
         ranges = {**RANGES, **dict.fromkeys(sizes, SIZE), **scalars}
         self.printer = Cpp("Real", dialect.suffix, self.dimensions, ranges, self.slots)
         self.taken: set[str] = set(TAKEN)
         self.rotations: dict[object, str] = {}
         self.fields = self._fields()
+        self.rows = self._terms("row", {"m", "i"}) if dialect.hoists else ()
+        self.columns = self._terms("column", {"n", "j"}) if dialect.hoists else ()
         self.parts: list[str] = []
         self.score_calls: list[str] = []
         self.derivative_calls: list[str | None] = []
 
     def write(self) -> BlockText:
         self._item()
+        self._struct("Row", "query", ("m", "i"), self.rows)
+        self._struct("Column", "key", ("n", "j"), self.columns)
         self._score()
         self._extra()
         self._weight()
@@ -315,6 +343,8 @@ class _Writer:
             rows[1],
             tuple(outputs),
             bool(self.semantics.weight_steps),
+            bool(self.rows),
+            bool(self.columns),
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -354,6 +384,59 @@ class _Writer:
                 kind = "int64_t" if expr.type is Type.INT else self._c_type(expr.type)
                 found[expr] = _Field(kind, name, text, expr)
         return tuple(found.values())
+
+    def _element_formulas(self) -> list[Formula]:
+        """Formulas that are computed for each element: of scores, their derivatives, and the mask."""
+        gradients = [g for g in self.semantics.score_gradients if g is not None]
+        scores = [s.formula for s in self.semantics.scores]
+        return [*scores, *gradients, *(s.formula for s in self.program.masks)]
+
+    def _terms(self, of: str, indices: set[str]) -> tuple[_Field, ...]:
+        """The outermost reads of captured tensors that depend on the query, or on the key, alone."""
+        allowed = {*indices, "b", "h", *self.dimensions, *self.scalars}
+        found: dict[Expr, _Field] = {}
+
+        def visit(expr: Expr) -> None:
+            if isinstance(expr, Load) and variables(expr) <= allowed and variables(expr) & indices:
+                if expr not in found:
+                    name = self._name("_".join([expr.tensor, *(attn(i) for i in expr.indices)]))
+                    kind = "int64_t" if expr.type is Type.INT else self._c_type(expr.type)
+                    inner = self._with_fields(Formula((expr,)), hoisted=False).result
+                    names = {**self.dimensions, **{f.member: f.member for f in self.fields}}
+                    printer = replace(self.printer, names=names, ranges=self._ranges())
+                    found[expr] = _Field(kind, name, printer.text(inner), expr, of)
+                return
+            for part in children(expr):
+                visit(part)
+
+        for formula in self._element_formulas():
+            for expr in (*(let.value for let in formula.lets), *formula.results):
+                visit(expr)
+        return tuple(found.values())
+
+    def _ranges(self) -> dict[str, Interval]:
+        ints = {f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"}
+        return dict(self.printer.ranges) | ints
+
+    def _struct(self, name: str, what: str, indices: tuple[str, str], fields: tuple[_Field, ...]) -> None:
+        """A struct of what is read for a query or a key, and the function that reads it."""
+        if not fields:
+            return
+        members = "".join(f"\n  {f.c_type} {f.name};" for f in fields)
+        loads = ",\n             ".join(f.value for f in fields)
+        index, position = indices
+        self.parts.append(
+            f"// What scores and mask read of captured tensors for a {what}.\n"
+            f"struct {name} {{{members}\n}};\n\n"
+            f"AFC_FN {name} load_{name.lower()}(int {index}, int {position}, const Item &item, "
+            f"const afc_args &args) {{\n  return {name}{{{loads}}};\n}}"
+        )
+
+    @property
+    def _terms_text(self) -> tuple[str, str]:
+        """Parameters and arguments of the functions of an element, behind its indices."""
+        parameters = ", const Row &row" * bool(self.rows) + ", const Column &column" * bool(self.columns)
+        return parameters, ", row" * bool(self.rows) + ", column" * bool(self.columns)
 
     def _leaves(self, expr: Expr) -> list[Expr]:
         """Variables and reads of captured tensors, outermost first; what a uniform read depends on is its
@@ -424,7 +507,8 @@ class _Writer:
             self.derivative_calls.append(gradient_call)
             gradients.append(f"s = {call};")
             calls.append(f"s = {call};")
-        signature = "Real s, int m, int n, int i, int j, const Item &item, const afc_args &args"
+        terms = self._terms_text[0]
+        signature = f"Real s, int m, int n, int i, int j{terms}, const Item &item, const afc_args &args"
         body = "\n  ".join(calls)
         self.parts.append(f"AFC_FN Real score({signature}) {{\n  {body}\n  return s;\n}}")
         if any(g is not None for g in self.semantics.score_gradients):
@@ -447,7 +531,7 @@ class _Writer:
         step = Step(n.block, formula, n.call, n.doc, n.span, n.origin)
         note = f"Logarithm of what {n.block} adds to the sum of a row."
         name = self._name(f"{n.block}_log_extra")
-        call = self._function(name, step, formula, "Real", takes_s=False, note=note)
+        call = self._function(name, step, formula, "Real", takes_s=False, note=note, hoisted=False)
         self.parts.append(
             "AFC_FN Real log_extra(int m, int i, const Item &item, const afc_args &args) {\n"
             f"  return {call};\n}}"
@@ -507,7 +591,8 @@ class _Writer:
         body = "\n  ".join([*forward, *backward])
         self.parts.append(
             "// What a score adds to the gradients of captured tensors; d is the gradient of the score.\n"
-            "AFC_FN void captured_gradients(Real s, Real d, int m, int n, int i, int j, const Item &item,\n"
+            "AFC_FN void captured_gradients("
+            f"Real s, Real d, int m, int n, int i, int j{self._terms_text[0]}, const Item &item,\n"
             f"                               const afc_args &args, Real *gradients) {{\n  {body}\n}}"
         )
 
@@ -518,7 +603,9 @@ class _Writer:
         step = self._captured_step(read)
         name = self._name(f"{step.block}_{read.load.tensor}_gradient")
         note = f"Derivative by {attn(read.load)}, times the constant derivatives of the steps behind it."
-        call = self._function(name, step, read.coefficient, "Real", takes_s=bool(s), note=note)
+        call = self._function(
+            name, step, read.coefficient, "Real", takes_s=bool(s), note=note, hoisted=read.step is not None
+        )
         return f"d * {call.replace('(s', f'({s}', 1) if s else call}"
 
     def _captured_step(self, read: CapturedRead) -> Step:
@@ -534,9 +621,7 @@ class _Writer:
         if "args" not in arguments:
             parameters.append("const afc_args &args")
             arguments.append("args")
-        ranges = dict(self.printer.ranges) | {
-            f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"
-        }
+        ranges = self._ranges()
         printer = replace(self.printer, names={**self.dimensions, **names}, ranges=ranges)
         indices = "".join(f", {printer.text(i)}" for i in formula.results)
         name = f"captured_offset_{index}"
@@ -556,10 +641,19 @@ class _Writer:
         )
 
     def _function(
-        self, name: str, step: Step, formula: Formula, result: str, takes_s: bool, note: str | None = None
+        self,
+        name: str,
+        step: Step,
+        formula: Formula,
+        result: str,
+        takes_s: bool,
+        note: str | None = None,
+        hoisted: bool = True,
     ) -> str:
-        """Emit a block's function; returns the text of its call."""
-        formula = self._with_fields(formula)
+        """Emit a block's function; returns the text of its call. `hoisted`: it is called where `row` and
+        `column` are.
+        """
+        formula = self._with_fields(formula, hoisted)
         parameters, arguments, names = self._parameters(formula, takes_s)
         body = self._body(formula, names, {p.split()[-1].lstrip("&") for p in parameters})
         comment = _comment(step, note)
@@ -575,17 +669,19 @@ class _Writer:
             if index in used:
                 parameters.append(f"int {index}")
                 arguments.append(index)
-        for member in self.fields:
-            if f"item.{member.name}" in used:
+        fields = (*self.fields, *self.rows, *self.columns)
+        for member in fields:
+            if member.member in used:
                 parameters.append(f"{member.c_type} {member.name}")
-                arguments.append(f"item.{member.name}")
+                arguments.append(member.member)
         if any(isinstance(e, Load) for e in formula_exprs(formula)) or used & set(self.dimensions):
             parameters.append("const afc_args &args")
             arguments.append("args")
-        return parameters, arguments, {f"item.{f.name}": f.name for f in self.fields}
+        return parameters, arguments, {f.member: f.name for f in fields}
 
-    def _with_fields(self, formula: Formula) -> Formula:
-        table = {f.expr: Var(f"item.{f.name}", f.expr.type) for f in self.fields}
+    def _with_fields(self, formula: Formula, hoisted: bool = False) -> Formula:
+        fields = (*self.fields, *self.rows, *self.columns) if hoisted else self.fields
+        table = {f.expr: Var(f.member, f.expr.type) for f in fields}
 
         def top_down(expr: Expr) -> Expr:
             if expr in table:
@@ -604,9 +700,7 @@ class _Writer:
 
     def _body(self, formula: Formula, names: dict[str, str], parameters: set[str]) -> str:
         local, lines = dict(names), []
-        ranges = dict(self.printer.ranges) | {
-            f"item.{f.name}": POSITION for f in self.fields if f.c_type == "int"
-        }
+        ranges = self._ranges()
         for let in formula.lets:
             base = let.name if let.name not in TAKEN and let.name not in parameters else f"{let.name}_"
             local[let.name] = base
@@ -628,7 +722,8 @@ class _Writer:
                     self._function(self._name(step.block), step, step.formula, "bool", takes_s=False)
                 )
         self.parts.append(
-            "AFC_FN bool keep(int m, int n, int i, int j, const Item &item, const afc_args &args) {\n"
+            f"AFC_FN bool keep(int m, int n, int i, int j{self._terms_text[0]}, const Item &item, "
+            "const afc_args &args) {\n"
             f"  return {' && '.join(calls)};\n}}"
         )
 
@@ -643,10 +738,12 @@ class _Writer:
             ("key_run", "m", "k", self._key_limit),
             ("query_run", "n", "q", self._query_limit),
         ):
-            size = "N" if other == "k" else "M"
+            length = "args.N" if other == "k" else "args.M"
+            if other == "k" and self.dialect.places:
+                length = "places.keys"
             parts = []
             for bounds in plan.conjunctions:
-                lines = [f"Limits limits(args.{other}_origin, args.{size});"]
+                lines = [f"Limits limits({self.bound_names[f'{other}_origin']}, {length});"]
                 lines += [f"limits.{limit(b)};" for b in bounds]
                 parts.append(lines)
             head = self._positions(own) if any(plan.conjunctions) else []
@@ -655,7 +752,8 @@ class _Writer:
                 if own == "m"
                 else "Queries that see keys n_first..n_last."
             )
-            parameters = f"const afc_args &args, int {own}_first, int {own}_last"
+            own_places = f"{self.dialect.places}, " if self.dialect.places else ""
+            parameters = f"const afc_args &args, {own_places}int {own}_first, int {own}_last"
             if not several:
                 result = "Run"
                 lines = [*head, *parts[0], f"return limits.run({elements});"]
@@ -665,7 +763,7 @@ class _Writer:
                 for part in parts:
                     inner = "\n    ".join([*part, f"runs.add(limits.run({elements}));"])
                     lines.append(f"{{\n    {inner}\n  }}")
-                lines.append(f"runs.merge(grid, int(args.{size}));")
+                lines.append(f"runs.merge(grid, int({length}));")
                 what += " No two runs touch one tile of `grid`."
             body = "\n  ".join(lines)
             self.parts.append(f"// {what}\nAFC_FN {result} {name}({parameters}) {{\n  {body}\n}}")
@@ -673,9 +771,9 @@ class _Writer:
     def _positions(self, own: str) -> list[str]:
         """First and last position of a range, and of the steps that bounds count."""
         position, origin = ("i", "q_origin") if own == "m" else ("j", "k_origin")
+        start = self.bound_names[origin]
         return [
-            f"const int64_t {position}_first = {own}_first + args.{origin}, "
-            f"{position}_last = {own}_last + args.{origin};"
+            f"const int64_t {position}_first = {own}_first + {start}, {position}_last = {own}_last + {start};"
         ]
 
     def _key_limit(self, bound: Bound) -> str:
@@ -702,7 +800,13 @@ class _Writer:
             p.name: (f"{p.name}_" if p.name in TAKEN else p.name, text[p.name], p.type)
             for p in self.program.scalars
         }
-        self.parts.append(box_function(predicate, self.bound_names, scalars))
+        axes = None
+        if self.dialect.plans:
+            having = {t.read for t in tabled(self.program, self.semantics)}
+            axes = [-1 if r.axis is None or r not in having else r.axis for r in reads(predicate)]
+        self.parts.append(box_function(predicate, self.bound_names, scalars, axes, self.dialect.places))
+        if self.dialect.plans:
+            return
         for name, own, other, size, what in (
             ("key_run", "m", "n", "N", "Keys that queries m_first..m_last see"),
             ("query_run", "n", "m", "M", "Queries that see keys n_first..n_last"),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three-valued test of a mask as C++: the text of the formula over bounds in place of numbers
-(`runtime/cpu/bounds.hpp` overloads the operators).
+(`runtime/abi/afc_bounds.h` overloads the operators).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from afc.expr.nodes import Expr, Load, Op, Type, variables, walk
 from afc.expr.operators import OPERATORS
@@ -23,12 +23,17 @@ class _Bounds(Cpp):
     """Prints a formula whose indices and scalars are bounds."""
 
     reads: tuple[Read, ...] = ()
+    axes: Sequence[int] | None = None
+    known: Mapping[Expr, str] = field(default_factory=dict)  # reads that stand in a variable
     plain: frozenset[str] = frozenset()  # variables that are numbers
 
     def _load(self, expr: Load) -> str:
+        if expr in self.known:
+            return self.known[expr]
         table = self.reads.index(Read(expr.tensor, expr.type, moving_axis(expr)))
         arguments = [f"tables[{table}]", *map(self.text, expr.indices)]
-        return f"afc::bounds_at<{TABLE_TYPES[expr.type]}>({', '.join(arguments)})"
+        axis = "" if self.axes is None else f", {self.axes[table]}"
+        return f"afc::bounds_at<{TABLE_TYPES[expr.type]}{axis}>({', '.join(arguments)})"
 
     def _operator(self, expr: Op) -> tuple[str, int]:
         """Functions take bounds: their templates for numbers would match a bound and a number."""
@@ -50,17 +55,25 @@ class _Bounds(Cpp):
 
 
 def box_function(
-    predicate: Expr, dimensions: Mapping[str, str], scalars: Mapping[str, tuple[str, str, Type]]
+    predicate: Expr,
+    dimensions: Mapping[str, str],
+    scalars: Mapping[str, tuple[str, str, Type]],
+    axes: Sequence[int] | None = None,
+    places: str = "",
 ) -> str:
     """Text of `keep_box`; `tables[k]` is the k-th of the mask's `reads`.
 
-    `dimensions`: C++ spelling, in 64 bits; `scalars`: C++ name, text of the value, and type.
+    `dimensions`: C++ spelling, in 64 bits; `scalars`: C++ name, text of the value, and type; `axes`: along
+    which each table has extents (-1: it has none), where that is part of the text; `places`: a parameter with
+    the origins of the batch entry.
     """
     used = variables(predicate)
     lines = []
     for position, index, origin in (("i", "m", "q_origin"), ("j", "n", "k_origin")):
         if position in used:
-            lines.append(f"const afc::Ints {position} = {index} + args.{origin};")
+            lines.append(
+                f"const afc::Ints {position} = {index} + {dimensions.get(origin, f'args.{origin}')};"
+            )
     for name, (local, text, kind) in scalars.items():
         if name in used:
             number = {Type.INT: text, Type.FLOAT: f"Real({text})", Type.BOOL: f"{text} != 0"}[kind]
@@ -70,8 +83,14 @@ def box_function(
         native64=True,
         mixes=True,
         reads=reads(predicate),
+        axes=axes,
         plain=frozenset((*dimensions, "b", "h")),
     )
+    loads = [e for e in walk(predicate) if isinstance(e, Load)]
+    for expr in dict.fromkeys(e for e in loads if loads.count(e) > 1):
+        name = f"read_{len(printer.known)}"
+        lines.append(f"const auto {name} = {printer.text(expr)};")
+        printer = replace(printer, known={**printer.known, expr: name})
     parts = []
     for part in conjuncts(predicate):
         text = printer.text(part)
@@ -82,7 +101,8 @@ def box_function(
     body = "\n  ".join(lines)
     return (
         "// The mask on a box of queries m x keys n: may it keep an element, must it keep all?\n"
-        "AFC_FN afc::Truth keep_box(const afc_args &args, const afc::Table *tables, int b, int h, "
+        "AFC_FN afc::Truth keep_box(const afc_args &args, const afc::Table *tables, "
+        f"{places + ', ' if places else ''}int b, int h, "
         f"const afc::Ints &m,\n{' ' * 27}const afc::Ints &n) {{\n  {body}\n}}"
     )
 

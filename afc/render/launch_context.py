@@ -50,11 +50,23 @@ class ScalarCheck:
 
 
 @dataclass(frozen=True)
+class CapturedRow:
+    """A captured tensor: a condition on its element type, `dtype` of the call, and what that is in words."""
+
+    name: str
+    condition: str
+    expected: str
+
+
+@dataclass(frozen=True)
 class PassRow:
-    """An entry function and its launches."""
+    """An entry function and its launches; `deterministic`: those instead where AFC_DETERMINISTIC is set, if
+    they are others.
+    """
 
     name: str
     launches: tuple[LaunchRow, ...]
+    deterministic: tuple[LaunchRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class LaunchContext:
     symbol: str
     head_qk: int
     head_v: int
-    captured: int
+    captured: tuple[CapturedRow, ...]
     backward: bool
     kernels: tuple[KernelRow, ...]
     buffers: tuple[BufferRow, ...]

@@ -10,6 +10,13 @@ C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk,
 - row terms: float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta;
 - dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
 
+Head sizes: `head_qk` and `head_v` are those of the tensors, multiples of 8; `d_qk` and `d_v` are what they
+are filled up to with zeros, and `valid_qk`, `valid_v` the last argument of a tile type that says so, or
+nothing.
+
+`pointwise`: weights without a sum over the keys, which have no softmax scale, no LSE and no row terms.
+Elements of a batch entry that lie beyond its keys are left out as those beyond N.
+
 Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to
 64 bytes themselves (the rotate kernel: its coefficients), and up to 512 where they walk over several runs. So
 the opt-in attribute for the maximum dynamic size must always be set, not only above 48 KB; a limit of L bytes
@@ -22,8 +29,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from afc.render.tables import TableIndex
-
 
 @dataclass(frozen=True)
 class RotationContext:
@@ -33,8 +38,8 @@ class RotationContext:
     even. `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the
     number of rotated columns are multiples of 8 and, for half-split pairs, `pairs` is a multiple of 8 and,
     with column_warps > 1, of `16 * column_warps`. `plain`: `function` takes (position, pair, c), else
-    (args, b, h, row, position, pair, c). `index`: the tables of the operand; None where all its rotations are
-    plain. Otherwise `coefficients` and `table` of the emitted type take batch and head as well.
+    (args, b, h, row, position, pair, c). `by_batch`, `by_head`: the operand has a table for each batch entry,
+    for each head; where batch entries have origins of their own, it has one for each of them in any case.
     """
 
     struct: str  # name of the emitted type, such as QRotation0
@@ -52,9 +57,70 @@ class RotationContext:
     table_stride: int
     table_offset: int
     in_registers: bool
+    tensor: str  # q or k
     rows: str  # M or N
+    heads: str  # Hq or Hk
     plain: bool
-    index: TableIndex | None
+    by_batch: bool
+    by_head: bool
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A read of a captured tensor by the mask: `axis` along which it has extents, -1 for none; then `chunks`
+    of extents behind those of the tables `before` it, as C++ expressions.
+    """
+
+    slot: int
+    name: str
+    type: str
+    rank: int
+    axis: int
+    chunks: str
+    before: str
+
+
+@dataclass(frozen=True)
+class ExtentsContext:
+    """`extents.cu.j2`. Grid: the chunks of all tables in x. No dynamic shared memory."""
+
+    name: str
+    threads: int
+    chunk: int  # elements
+    buffer: int
+    tables: tuple[TableRow, ...]  # those with extents
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """`plan.cu.j2`, for any GPU target. Grid: ceil(tiles of the own axis * heads * batch entries / warps) in
+    x, without heads where the mask does not depend on them. No dynamic shared memory.
+    """
+
+    name: str
+    warps: int
+    own: str  # m or n
+    other: str
+    owns: str  # the same in words
+    others: str
+    own_tile: int
+    other_tile: int
+    by_head: bool
+    runs_buffer: int
+    extents_buffer: int | None  # None: no table has extents
+    tables: tuple[TableRow, ...]  # in the order of the mask's reads
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """The stored runs that a kernel walks over, in `args.buffer[buffer]`; `row`: of a work item (for keys: of
+    its first query head), a C++ expression in `work`; `pitch`: entries from the row of a head to that of the
+    next.
+    """
+
+    buffer: int
+    row: str
+    pitch: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +130,7 @@ class PreludeContext:
     element: str  # Bf16 or F16
     blocks: str  # Item, load_item, score, score_gradient, keep, key_run, query_run, rotate_*_coefficients_*
     rotations: tuple[RotationContext, ...]
+    stored: bool  # runs are found by a plan kernel
 
 
 @dataclass(frozen=True)
@@ -71,12 +138,17 @@ class ForwardContext:
     """`forward.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`; no launch if that is 0.
 
     `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v).
-    `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
+    `tile_m` is a multiple of `16 * warps`, `tile_n` of 16. `removed`: the score, or weight, of what the mask
+    removes.
     """
 
     name: str
     d_qk: int
     d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
     tile_m: int
     tile_n: int
     warps: int
@@ -87,10 +159,16 @@ class ForwardContext:
     shared_bytes: int
     softmax_scale: str
     scale_log2: str
+    pointwise: bool
+    removed: str
     has_score: bool
     has_mask: bool
     has_weight: bool
+    row_terms: bool  # score, score_gradient and keep take a `row`
+    column_terms: bool  # and a `column`
+    has_extra: bool
     alternatives: int  # runs that key_run merges; 0: it gives one run
+    stored: StoredRow | None  # runs of a plan kernel instead
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
     k_buffer: int | None  # rotated keys, or None: args.k
@@ -98,24 +176,17 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class RotateOperand:
-    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns.
-
-    `members`: (first, end, step) of the indices b * heads + h that table `table` serves, of which a CTA
-    visits every `parts`-th from the `part`-th on; C expressions in `table, part, parts, heads, batch_heads`.
-    """
+    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns."""
 
     tensor: str  # q or k
     rows: str  # M or N
-    heads: str  # Hq or Hk
-    columns: int  # d_qk
+    columns: int  # head_qk
     rotations: tuple[RotationContext, ...]
     write_table: bool
     rows_buffer: int | None  # where rotated rows go, or None: the table only
     copied_columns: tuple[
         tuple[int, int], ...
     ]  # (first, count) of the column ranges that no rotation touches
-    index: TableIndex | None  # None: one table
-    members: tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -142,9 +213,10 @@ class PreprocessContext:
 
     name: str
     d_qk: int
-    d_v: int
+    head_v: int
     tile_rows: int
-    terms_buffer: int
+    pointwise: bool
+    terms_buffer: int | None  # None where it is pointwise
     dq_buffer: int
 
 
@@ -158,13 +230,17 @@ class BackwardContext:
     `v_in_registers`: V passes through the last 2 * tile_n * d_v bytes before the row terms, which stage 0
     must leave free. `needs_float_rows`: some rotation of k is not `in_registers`.
     `shared_bytes` = max(2 * (tile_n * (d_qk + d_v if V stays) + stages * tile_m * (d_qk + d_v))
-    + 4 * tile_m * tile_n + 16 * tile_m, 2 * tile_n * (d_qk + d_v), rows), where rows =
-    4 * tile_n * (d_qk + 4) if `needs_float_rows`, else 0.
+    + 4 * tile_m * tile_n + 16 * tile_m, 2 * tile_n * (d_qk + d_v), rows), the term 16 * tile_m only if not
+    `pointwise`, where rows = 4 * tile_n * (d_qk + 4) if `needs_float_rows`, else 0.
     """
 
     name: str
     d_qk: int
     d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
     tile_m: int  # queries
     tile_n: int  # keys
     key_warps: int
@@ -182,18 +258,62 @@ class BackwardContext:
     shared_bytes: int
     scale_log2: str
     gradient_scale: str
+    pointwise: bool
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
     has_weight: bool
+    row_terms: bool  # score, score_gradient and keep take a `row`
+    column_terms: bool  # and a `column`
     alternatives: int
+    stored: StoredRow | None
     scores_finite: bool
     q_buffer: int | None  # rotated queries, or None: args.q
     k_buffer: int | None  # rotated keys, or None: args.k
-    terms_buffer: int
+    terms_buffer: int | None  # None where it is pointwise
     dq_buffer: int
     needs_float_rows: bool
     k_rotations: tuple[RotationContext, ...]  # undone on dK, in reverse order
+
+
+@dataclass(frozen=True)
+class QueryGradientContext:
+    """`backward_queries.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`.
+
+    d_o as in BackwardContext. `shared_bytes` = max(2 * (tile_m + 2 * tile_n) * (d_qk + d_v),
+    4 * tile_m * (d_qk + 4)). `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
+    tile_m: int  # queries
+    tile_n: int  # keys
+    warps: int
+    min_blocks: int
+    section: int
+    descending: bool
+    shared_bytes: int
+    scale_log2: str
+    gradient_scale: str
+    pointwise: bool
+    has_score: bool
+    has_score_gradient: bool
+    has_mask: bool
+    has_weight: bool
+    row_terms: bool
+    column_terms: bool
+    alternatives: int
+    stored: StoredRow | None
+    scores_finite: bool
+    q_buffer: int | None  # rotated queries, or None: args.q
+    k_buffer: int | None  # rotated keys, or None: args.k
+    terms_buffer: int | None  # None where it is pointwise
+    q_rotations: tuple[RotationContext, ...]  # undone on dQ, in reverse order
 
 
 @dataclass(frozen=True)
@@ -205,6 +325,7 @@ class PostprocessContext:
 
     name: str
     d_qk: int
+    head_qk: int
     tile_rows: int
     threads: int
     shared_bytes: int

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from afc.expr.nodes import const, variables
+from afc.expr.nodes import const
 from afc.expr.operators import add, call, mul
 from afc.expr.simplify import simplify
 from afc.ir.program import Program
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, TiledKernel
-from afc.masks.boxes import Read, reads
+from afc.masks.boxes import Read
 from afc.schedule import ops
 from afc.schedule.common import check_heads, check_storage, rotation_buffers, semantics, size
+from afc.schedule.stored import tabled
 from afc.schedule.targets import cpu
 
 
@@ -73,19 +74,12 @@ def extents_name(read: Read) -> str:
 
 
 def _extents(program: Program, meaning: Semantics) -> list[Buffer]:
-    """Least and largest values of ranges of what the mask reads. The workspace is laid out before a call, so
-    only for tensors whose sizes are dimensions of the call, and never along rows of a matrix of queries and
-    keys; of others, small boxes are read."""
-    assert meaning.mask.predicate is not None
+    """Least and largest values of ranges of what the mask reads."""
     shapes = {t.name: [e.size for e in t.shape] for t in program.tensors}
     buffers = []
-    for read in reads(meaning.mask.predicate):
+    for read in (one.read for one in tabled(program, meaning)):
         shape = shapes[read.tensor]
-        if read.axis is None or not variables(shape[read.axis]) <= {"B", "H", "Hk", "M", "N"}:
-            continue
-        others = [variables(e) for axis, e in enumerate(shape) if axis != read.axis]
-        if not frozenset().union(*others) <= {"B", "H", "Hk"}:
-            continue
+        assert read.axis is not None
         padded = add(shape[read.axis], const(cpu.EXTENT_BLOCK - 1))
         count = mul(call("floordiv", padded, const(cpu.EXTENT_BLOCK)), const(cpu.EXTENT_LEVELS))
         for axis, size_of_axis in enumerate(shape):

@@ -126,6 +126,11 @@ def output_captured(name: str, tile: Tile) -> TiledKernel:
     return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), (AddOutputs("dY", "O"),))
 
 
+def clear(name: str, tile: Tile) -> TiledKernel:
+    """Sets the float32 sum of dQ of a tile of queries to zero (a zeroed buffer of the plan)."""
+    return TiledKernel(name, "preprocess", "queries", tile, "any", (), None, (), ())
+
+
 def preprocess(name: str, tile: Tile) -> TiledKernel:
     """delta = rowsum(dO * O) - dLSE of a tile of queries."""
     return TiledKernel(

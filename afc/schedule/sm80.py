@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule for the sm_80 family: one backward kernel that adds dQ in float32, between small kernels over
-rows.
+rows. In its deterministic form dQ has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from afc.schedule.common import (
     tiles,
     value,
 )
+from afc.schedule.stored import buffers as plan_buffers
+from afc.schedule.stored import with_plan
 from afc.schedule.targets import sm80
 
 
@@ -42,51 +44,73 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0)) -> Lau
     has_weight = bool(meaning.weight_steps)
     front, back = sm80.tiles_of(meaning.head_qk, meaning.head_v, steps, has_weight)
     assert front is not None and back is not None, "steps past the end of the lists"
-    scale, prefix = meaning.gradient_scale, program.name
+    head = max(meaning.head_qk, meaning.head_v)
+    ordered = next(t for t in sm80.QUERY_GRADIENT if head <= t.head_max)
+    scale, prefix, has_sum = meaning.gradient_scale, program.name, meaning.has_sum
     forward = replace(
-        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys), has_weight=has_weight),
+        ops.forward(
+            f"{prefix}_forward", Tile(front.queries, front.keys), has_sum=has_sum, has_weight=has_weight
+        ),
         binding=_forward_binding(meaning, front),
     )
-    backward = replace(
-        ops.backward_keys(
-            f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True, has_weight=has_weight
-        ),
-        binding=_backward_binding(meaning, back),
-    )
-    pre = _row_kernel(
-        ops.preprocess(f"{prefix}_preprocess", Tile(sm80.PREPROCESS_ROWS, 0)), 8 * sm80.PREPROCESS_ROWS
+
+    def over_keys(add_dq: bool, *before: Launch) -> Launch:
+        tile = Tile(back.queries, back.keys)
+        kernel = ops.backward_keys(f"{prefix}_backward", tile, scale, add_dq, has_sum, has_weight=has_weight)
+        grid = (items(tiles("N", back.keys), "Hk", "B"), const(1))
+        return Launch(replace(kernel, binding=_backward_binding(meaning, back)), _names(before), grid)
+
+    rows = Tile(sm80.PREPROCESS_ROWS, 0)
+    pre = _over_queries(
+        _row_kernel(
+            (ops.preprocess if has_sum else ops.clear)(f"{prefix}_preprocess", rows), 8 * sm80.PREPROCESS_ROWS
+        )
     )
     post = _row_kernel(
         ops.postprocess(f"{prefix}_postprocess", Tile(sm80.POSTPROCESS_ROWS, 0), scale),
         sm80.POSTPROCESS_THREADS,
-        shared_bytes=4 * sm80.POSTPROCESS_ROWS * (meaning.head_qk + 4),
+        shared_bytes=4 * sm80.POSTPROCESS_ROWS * (sm80.padded(meaning.head_qk) + 4),
+    )
+    queries = replace(
+        ops.backward_queries(
+            f"{prefix}_backward_queries", Tile(ordered.queries, ordered.keys), scale, has_sum
+        ),
+        binding=_query_gradient_binding(meaning, ordered),
     )
     first = _rotate(f"{prefix}_rotate_forward", meaning, ("k",))
     again = _rotate(f"{prefix}_rotate_backward", meaning, ("q", "k"))
+    added = over_keys(True, *again, pre)
+    terms = (pre,) if has_sum else ()
+
+    def planned(*launches: Launch) -> tuple[Launch, ...]:
+        return with_plan(program, meaning, launches, "sm80")
+
+    ahead = planned(*first, _over_queries(forward, *first))
+    back_again = planned(*again, pre, added, _over_queries(post, added))
+    in_order = planned(
+        *again, *terms, over_keys(False, *again, *terms), _over_queries(queries, *again, *terms)
+    )
+    found = plan_buffers(program, meaning, {"forward": ahead, "backward": (*back_again, *in_order)})
     return LaunchPlan(
         program.name,
         "sm80",
         meaning,
-        forward=(*first, _over_queries(forward, *first)),
-        backward=(
-            *again,
-            _over_queries(pre),
-            Launch(
-                backward,
-                (*(x.kernel.name for x in again), pre.name),
-                (items(tiles("N", back.keys), "Hk", "B"), const(1)),
-            ),
-            Launch(post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))),
-        ),
-        buffers=_buffers(meaning),
+        forward=ahead,
+        backward=back_again,
+        buffers=(*_buffers(meaning, back), *found),
         tile_steps=steps,
+        deterministic_backward=in_order,
     )
+
+
+def _names(launches: tuple[Launch, ...]) -> tuple[str, ...]:
+    return tuple(x.kernel.name for x in launches)
 
 
 def _over_queries(kernel: TiledKernel, *after: Launch) -> Launch:
     """A launch with a block per tile of queries of each head."""
     grid = (items(tiles("M", kernel.tile.queries), "H", "B"), const(1))
-    return Launch(kernel, tuple(x.kernel.name for x in after), grid)
+    return Launch(kernel, _names(after), grid)
 
 
 def _row_kernel(kernel: TiledKernel, threads: int, shared_bytes: int = 0) -> TiledKernel:
@@ -166,17 +190,42 @@ def _backward_binding(meaning: Semantics, tile: sm80.BackwardTile) -> Binding:
         warps=tile.warps,
         stages=tile.stages,
         min_blocks=tile.min_blocks,
-        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v, float_rows(meaning, tile)),
+        shared_bytes=tile.shared_bytes(
+            meaning.head_qk, meaning.head_v, float_rows(meaning, tile), meaning.has_sum
+        ),
         section=sm80.section_heads(meaning.head_qk, meaning.head_v),
     )
 
 
-def _buffers(meaning: Semantics) -> tuple[Buffer, ...]:
+def _query_gradient_binding(meaning: Semantics, tile: sm80.QueryGradientTile) -> Binding:
+    homes = (
+        ("Q", "shared"),
+        ("dO", "shared"),
+        ("K", "shared"),
+        ("V", "shared"),
+        ("P", "registers"),
+        ("dS", "registers"),
+        ("dQ", "registers"),
+    )
+    return Binding(
+        "sm80",
+        homes,
+        warps=tile.warps,
+        stages=2,
+        min_blocks=tile.min_blocks,
+        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v),
+        section=sm80.section_heads(meaning.head_qk, meaning.head_v),
+    )
+
+
+def _buffers(meaning: Semantics, tile: sm80.BackwardTile) -> tuple[Buffer, ...]:
     both: tuple[Pass, ...] = ("forward", "backward")
     late: tuple[Pass, ...] = ("backward",)
     buffers = rotation_buffers(meaning, late, both, both, late)
-    buffers.append(Buffer("row_terms", "float", size("B", "H", "M", 2), late))
-    padded = mul(size("B", "H"), mul(tiles("M", 16), const(16 * meaning.head_qk)))
+    if meaning.has_sum:
+        buffers.append(Buffer("row_terms", "float", size("B", "H", "M", 2), late))
+    columns = sm80.padded(meaning.head_qk)
+    padded = mul(size("B", "H"), mul(tiles("M", 16), const(16 * columns)))
     buffers.append(Buffer("dq_sum", "float", padded, late, zeroed=True))
     return tuple(buffers)
 

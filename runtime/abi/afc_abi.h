@@ -10,10 +10,10 @@
 
 #include <stdint.h>
 
-#define AFC_ABI_VERSION 2
+#define AFC_ABI_VERSION 3
 #define AFC_MAX_CAPTURED 8
 #define AFC_MAX_SCALARS 8
-#define AFC_MAX_BUFFERS 8
+#define AFC_MAX_BUFFERS 16
 
 enum {  // afc_captured.dtype
   AFC_BOOL = 0, AFC_INT32 = 1, AFC_INT64 = 2, AFC_FLOAT16 = 3, AFC_BFLOAT16 = 4, AFC_FLOAT32 = 5, AFC_FLOAT64 = 6

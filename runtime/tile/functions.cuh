@@ -105,19 +105,26 @@ template <> struct Outside<double> { AFC_FN static double value() { return nan<d
 template <> struct Outside<int64_t> { AFC_FN static int64_t value() { return 0; } };
 template <> struct Outside<bool> { AFC_FN static bool value() { return false; } };
 
+// An element of a captured tensor as T: float or double of any float type, int64_t of int32 and int64, bool of bool.
+// The launch code has checked the type; few comparisons, so that no read becomes an indirect branch.
+template <class T> AFC_FN T read_at(const afc_captured &tensor, int64_t at) {
+  if (tensor.dtype > AFC_FLOAT32) return T(static_cast<const double *>(tensor.data)[at]);
+  if (tensor.dtype == AFC_FLOAT32) return T(static_cast<const float *>(tensor.data)[at]);
+  if (tensor.dtype == AFC_FLOAT16) return T(__half2float(static_cast<const __half *>(tensor.data)[at]));
+  return T(__bfloat162float(static_cast<const __nv_bfloat16 *>(tensor.data)[at]));
+}
+template <> AFC_FN int64_t read_at<int64_t>(const afc_captured &tensor, int64_t at) {
+  if (tensor.dtype == AFC_INT64) return static_cast<const int64_t *>(tensor.data)[at];
+  return static_cast<const int32_t *>(tensor.data)[at];
+}
+template <> AFC_FN bool read_at<bool>(const afc_captured &tensor, int64_t at) {
+  return static_cast<const bool *>(tensor.data)[at];
+}
+
 // An element of a captured tensor in the compute type; outside the tensor NaN, 0 or false.
 template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... index) {
   const int64_t at = element_offset(tensor, index...);
-  if (at < 0) return Outside<T>::value();
-  switch (tensor.dtype) {
-    case AFC_BOOL: return T(static_cast<const bool *>(tensor.data)[at]);
-    case AFC_INT32: return T(static_cast<const int32_t *>(tensor.data)[at]);
-    case AFC_INT64: return T(static_cast<const int64_t *>(tensor.data)[at]);
-    case AFC_FLOAT16: return T(ptx::unpack_f16(static_cast<const uint16_t *>(tensor.data)[at]));
-    case AFC_BFLOAT16: return T(ptx::unpack_bf16(static_cast<const uint16_t *>(tensor.data)[at]));
-    case AFC_FLOAT32: return T(static_cast<const float *>(tensor.data)[at]);
-    default: return T(static_cast<const double *>(tensor.data)[at]);
-  }
+  return at < 0 ? Outside<T>::value() : read_at<T>(tensor, at);
 }
 
 }  // namespace afc

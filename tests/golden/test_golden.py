@@ -18,12 +18,24 @@ from afc.options import Options
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "files"
-PROGRAMS = ("alibi", "bert", "causal", "gemma2", "gptj", "llama", "mistral", "qwen2_vl")
+PROGRAMS = (
+    "alibi",
+    "bert",
+    "bigbird",
+    "causal",
+    "gemma2",
+    "gptj",
+    "llama",
+    "mistral",
+    "packed",
+    "qwen2_vl",
+    "sigmoid",
+    "softmax1",
+)
 CPU_PROGRAMS = (
     "headwise_norm",
     "learned_sink",
     "qwen3",
-    "sigmoid",
     "t5_decoder",
 )  # what GPU targets do not compute yet
 STAGES = {

@@ -191,7 +191,7 @@ def test_two_modules_of_one_name_give_their_own_kernels(
     assert one.__name__ == two.__name__ == "kernel" and one is not two
     assert Call()(one) == [2.5, 4.5, 6.5] and Call()(two) == [5.5, 10.5, 15.5]
     assert json.loads(one._afc_metadata) == {"source": '"é??/2.0'} != json.loads(two._afc_metadata)
-    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 2
+    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 3
     assert plain_runtime == [one, two]
 
 
@@ -409,8 +409,8 @@ def test_use_from_c_without_python(tmp_path: Path, cache: Cache, toolchain: Tool
     good, reserved, size = done.stdout.splitlines()
     assert good == "affine 0 6 []"
     assert reserved == "1 num_splits: not supported by this module, must be zero"
-    assert size.startswith("1 args: expected call interface 2 of ") and size.endswith(
-        "got version 2 of 8 bytes"
+    assert size.startswith("1 args: expected call interface 3 of ") and size.endswith(
+        "got version 3 of 8 bytes"
     )
 
 
@@ -600,7 +600,7 @@ def launch(
 
 
 def test_first_launch_prepares_and_later_ones_only_launch(launch: Launch) -> None:
-    line = "launch cubin-sm_90a device 0 grid 2 2 3 block 64 shared 60000 stream 7 early 1 args 2"
+    line = "launch cubin-sm_90a device 0 grid 2 2 3 block 64 shared 60000 stream 7 early 1 args 3"
     prepare = ["init 0 0", "retain 0 0", "capture 2 0", "cubin-sm_90a 0 0", "shared 60000 0", "capture 0 0"]
     assert launch("90", "run(); run()") == [*prepare, line, line]
     assert launch("90", "run(rows=0)") == []  # an empty grid does not even start the driver

@@ -83,7 +83,9 @@ def test_what_elements_decide_is_said(program: Path) -> None:
     assert "tested tile by tile: i - j < 8 * (h + 1); it depends on batch or head" in text
     assert "visits at most" in text and "tiles are skipped by: j // 16 <= i // 16" in text
     text = explain.explain_file(program, Options(("cuda",), dtypes=("bfloat16",)), 512)
-    assert "element by element: doc[b, i] == doc[b, j]; it reads doc" in text and "at most" not in text
+    assert "tested tile by tile: doc[b, i] == doc[b, j]; it reads doc" in text and "visits at most" in text
+    assert "_extents (table): tiles of 8192 rows" in text
+    assert re.search(r"_plan_keys_of_64_by_64 \(plan\): .*, after \w+_extents", text)
     assert "assumed for a call: w = 128" in text and "assumed for a call: w = 24" in text
     assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 NAME = "sm80"
 STORAGES = ("bfloat16", "float16")
 ELEMENTS = {"bfloat16": "Bf16", "float16": "F16"}
-HEAD_MULTIPLE = 16
+HEAD_MULTIPLE = 8
 HEAD_MAX = 256
 # Dynamic shared memory of a block on compute capability 8.6, 8.9 and 12.0, the least in the family;
 # kernels declare up to 512 bytes beside it.
 SHARED_BYTES = 99 * 1024 - 512
 L2_BYTES = 32 * 2**20  # K and V of the heads worked on at a time should fit; A100 has 40 MB, H200 60 MB
+
+
+def padded(head: int) -> int:
+    """Columns of a tile: whole blocks of the tensor cores."""
+    return -(-head // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class ForwardTile:
 
     def shared_bytes(self, head_qk: int, head_v: int) -> int:
         """Q, two stages of K and V; at the end O over all of it."""
+        head_qk, head_v = padded(head_qk), padded(head_v)
         inputs = 2 * (self.queries * head_qk + 2 * self.keys * (head_qk + head_v))
         return max(inputs, 2 * self.queries * head_v)
 
@@ -65,18 +71,36 @@ class BackwardTile:
 
     def keeps_v(self, head_qk: int, head_v: int) -> bool:
         """Whether V is in registers: it passes through the second stage and the place of P and dS."""
+        head_qk, head_v = padded(head_qk), padded(head_v)
         later = 2 * (self.stages - 1) * self.queries * (head_qk + head_v) + 4 * self.queries * self.keys
         return self.v_in_registers and 2 * self.keys * head_v <= later
 
-    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool) -> int:
+    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool, row_terms: bool) -> int:
         """K, V, stages of Q and dO, P, dS, row terms; at the end dK and dV over all of it."""
+        kept = self.keeps_v(head_qk, head_v)
+        head_qk, head_v = padded(head_qk), padded(head_v)
         k, v = 2 * self.keys * head_qk, 2 * self.keys * head_v
         stages = 2 * self.stages * self.queries * (head_qk + head_v)
-        inputs = k + stages + 4 * self.queries * self.keys + 16 * self.queries
-        if not self.keeps_v(head_qk, head_v):
-            inputs += v
+        inputs = k + (0 if kept else v) + stages + 4 * self.queries * self.keys
         rows = 4 * self.keys * (head_qk + 4) if float_rows else 0
-        return max(inputs, rows, k + v)
+        return max(inputs + (16 * self.queries if row_terms else 0), rows, k + v)
+
+
+@dataclass(frozen=True)
+class QueryGradientTile:
+    """`queries` x `keys` of the kernel that computes dQ in a fixed order, for heads up to `head_max`."""
+
+    head_max: int
+    queries: int
+    keys: int
+    warps: int
+    min_blocks: int
+
+    def shared_bytes(self, head_qk: int, head_v: int) -> int:
+        """Q and dO, two stages of K and V; at the end float rows of dQ over all of it."""
+        head_qk, head_v = padded(head_qk), padded(head_v)
+        inputs = 2 * (self.queries + 2 * self.keys) * (head_qk + head_v)
+        return max(inputs, 4 * self.queries * (head_qk + 4))
 
 
 # First fit by head size. Registers and times of each: docs/notes/sm80.md.
@@ -123,6 +147,12 @@ def tiles_of(
         back[second] if second < len(back) else None,
     )
 
+
+QUERY_GRADIENT = (
+    QueryGradientTile(64, 64, 64, 4, 2),
+    QueryGradientTile(192, 64, 32, 4, 1),
+    QueryGradientTile(256, 64, 16, 4, 1),
+)
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients

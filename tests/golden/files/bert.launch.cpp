@@ -19,20 +19,30 @@ namespace {
 // ---- kernels ---------------------------------------------------------------
 
 enum Kernel {
+  BERT_EXTENTS,
+  BERT_PLAN_KEYS_OF_64_BY_64,
   BERT_FORWARD,
+  BERT_PLAN_QUERIES_OF_64_BY_64,
   BERT_PREPROCESS,
   BERT_BACKWARD,
   BERT_POSTPROCESS,
+  BERT_PLAN_KEYS_OF_64_BY_32,
+  BERT_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
+    {"bert_extents", 0, 512},
+    {"bert_plan_keys_of_64_by_64", 0, 128},
     {"bert_forward", 81920, 128},
+    {"bert_plan_queries_of_64_by_64", 0, 128},
     {"bert_preprocess", 0, 256},
     {"bert_backward", 82944, 256},
     {"bert_postprocess", 16896, 256},
+    {"bert_plan_keys_of_64_by_32", 0, 128},
+    {"bert_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&bert_cuda_bfloat16_128_128_images, kernels, 4};
+afc_gpu_module gpu = {&bert_cuda_bfloat16_128_128_images, kernels, 9};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -66,20 +76,6 @@ int check(const afc_args &args, bool backward) {
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
   }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
-  }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
   }
@@ -90,6 +86,9 @@ int check(const afc_args &args, bool backward) {
     if ((n < 1) != (args.captured[n].data != nullptr)) {
       return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: this attention captures 1 tensor(s)", n);
     }
+  }
+  if (const int dtype = args.captured[0].dtype; !(dtype == AFC_BOOL)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "keep: expected elements of type bool");
   }
   if (!(args.scalar[1].i > -1073741824 && args.scalar[1].i < 1073741824)) {
     return afc_fail(AFC_BAD_ARGUMENT, "seed: expected an int above -1073741824 and below 1073741824");
@@ -118,6 +117,10 @@ int64_t place(afc_args &args, bool backward) {
   };
   take(0, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
   take(1, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
+  take(2, true, 24 * (273 * (args.B * ((args.N + 8191) / 8192))));  // extents
+  take(3, !backward, 16 * (args.B * ((args.M + 63) / 64) * 64));  // keys_of_64_by_64
+  take(4, backward, 16 * (args.B * ((args.N + 63) / 64) * 64));  // queries_of_64_by_64
+  take(5, backward, 16 * (args.B * ((args.M + 63) / 64) * 64));  // keys_of_64_by_32
   return at;
 }
 
@@ -143,6 +146,12 @@ extern "C" int64_t bert_cuda_bfloat16_128_128_workspace(const afc_args *call, in
 extern "C" int bert_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
+  if (int status = launch(BERT_EXTENTS, args.B * ((args.N + 8191) / 8192), 1, args)) {
+    return status;
+  }
+  if (int status = launch(BERT_PLAN_KEYS_OF_64_BY_64, ((args.M + 63) / 64 * args.B + 3) / 4, 1, args)) {
+    return status;
+  }
   if (int status = launch(BERT_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
     return status;
   }
@@ -152,6 +161,21 @@ extern "C" int bert_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int bert_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(BERT_EXTENTS, args.B * ((args.N + 8191) / 8192), 1, args)) return status;
+    if (int status = launch(BERT_PLAN_QUERIES_OF_64_BY_64, ((args.N + 63) / 64 * args.B + 3) / 4, 1, args)) return status;
+    if (int status = launch(BERT_PLAN_KEYS_OF_64_BY_32, ((args.M + 63) / 64 * args.B + 3) / 4, 1, args)) return status;
+    if (int status = launch(BERT_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(BERT_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(BERT_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    return AFC_OK;
+  }
+  if (int status = launch(BERT_EXTENTS, args.B * ((args.N + 8191) / 8192), 1, args)) {
+    return status;
+  }
+  if (int status = launch(BERT_PLAN_QUERIES_OF_64_BY_64, ((args.N + 63) / 64 * args.B + 3) / 4, 1, args)) {
+    return status;
+  }
   if (int status = launch(BERT_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }
