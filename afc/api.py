@@ -55,10 +55,9 @@ from afc.render.cuda import render_cuda
 from afc.runtime.describe import ABI_VERSION
 from afc.runtime.loading import import_module
 from afc.schedule.plan import next_tiles, schedule
-from afc.schedule.targets import cpu
+from afc.schedule.targets import cpu, sm80
 
 Gate = Literal["warn", "fail", "off"]
-TARGET_OF = {"cpu": "cpu", "cuda": "sm80"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
 def _unit(
     program: Program, backend: str, storage: str, options: Options, steps: tuple[int, int] = (0, 0)
 ) -> Unit:
-    plan = schedule(program, TARGET_OF[backend], storage, steps)
+    plan = schedule(program, _target(backend, options), storage, steps)
     if not options.backward:
         buffers = tuple(b for b in plan.buffers if "forward" in b.passes)
         plan = replace(plan, backward=(), deterministic_backward=(), buffers=buffers)
@@ -140,6 +139,14 @@ def _unit(
         return Unit(program, plan, backend, symbol, render_cpu(program, plan, symbol), None)
     host, device = render_cuda(program, plan, symbol)
     return Unit(program, plan, backend, symbol, host, device)
+
+
+def _target(backend: str, options: Options) -> str:
+    """The target of a backend: for GPUs that whose tiles fit all that the module is built for."""
+    if backend == "cpu":
+        return "cpu"
+    archs = [Arch.parse(arch) for arch in options.archs]
+    return sm80.name_for([arch.virtual_capability for arch in archs if not arch.ptx])
 
 
 def module_spec(checked: Checked, options: Options) -> ModuleSpec:

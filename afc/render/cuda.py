@@ -61,8 +61,9 @@ class _Unit:
         self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA, self.stored)
         self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
         assert len(self.buffer) <= MOST_BUFFERS, "afc_abi.h: AFC_MAX_BUFFERS"
+        meaning = self.semantics
         front, back = sm80.tiles_of(
-            self.semantics.head_qk, self.semantics.head_v, plan.tile_steps, bool(self.semantics.weight_steps)
+            plan.target, meaning.head_qk, meaning.head_v, plan.tile_steps, bool(meaning.weight_steps)
         )
         assert front is not None and back is not None
         self.front, self.back = front, back

@@ -31,8 +31,8 @@ from afc.schedule.stored import with_plan
 from afc.schedule.targets import sm80
 
 
-def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0)) -> LaunchPlan:
-    """The plan of a program on the sm_80 family, with tiles `steps` (forward, backward) further down the
+def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0), target: str = "sm80") -> LaunchPlan:
+    """The plan of a program on the sm_80 family with the tiles of a target of it, `steps` (forward, backward) further down the
     lists than the first that fit. Raises UsageError E0405, E0406, E0409, E0410, E0411.
     """
     check_storage("cuda", storage, sm80.STORAGES)
@@ -42,7 +42,7 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0)) -> Lau
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
     has_weight = bool(meaning.weight_steps)
-    front, back = sm80.tiles_of(meaning.head_qk, meaning.head_v, steps, has_weight)
+    front, back = sm80.tiles_of(target, meaning.head_qk, meaning.head_v, steps, has_weight)
     assert front is not None and back is not None, "steps past the end of the lists"
     head = max(meaning.head_qk, meaning.head_v)
     ordered = next(t for t in sm80.QUERY_GRADIENT if head <= t.head_max)
@@ -93,7 +93,7 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0)) -> Lau
     found = plan_buffers(program, meaning, {"forward": ahead, "backward": (*back_again, *in_order)})
     return LaunchPlan(
         program.name,
-        "sm80",
+        target,
         meaning,
         forward=ahead,
         backward=back_again,

@@ -110,8 +110,8 @@ template <> struct Outside<bool> { AFC_FN static bool value() { return false; } 
 template <class T> AFC_FN T read_at(const afc_captured &tensor, int64_t at) {
   if (tensor.dtype > AFC_FLOAT32) return T(static_cast<const double *>(tensor.data)[at]);
   if (tensor.dtype == AFC_FLOAT32) return T(static_cast<const float *>(tensor.data)[at]);
-  if (tensor.dtype == AFC_FLOAT16) return T(__half2float(static_cast<const __half *>(tensor.data)[at]));
-  return T(__bfloat162float(static_cast<const __nv_bfloat16 *>(tensor.data)[at]));
+  if (tensor.dtype == AFC_FLOAT16) return T(ptx::unpack_f16(static_cast<const uint16_t *>(tensor.data)[at]));
+  return T(ptx::unpack_bf16(static_cast<const uint16_t *>(tensor.data)[at]));
 }
 template <> AFC_FN int64_t read_at<int64_t>(const afc_captured &tensor, int64_t at) {
   if (tensor.dtype == AFC_INT64) return static_cast<const int64_t *>(tensor.data)[at];

@@ -70,10 +70,11 @@ def test_code_sizes_are_read_from_the_cubin(toolchain: Toolchain, tmp_path: Path
 def test_a_kernel_that_spills_gets_the_next_tile(
     toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sm80, "FORWARD", (SPILLS, *sm80.FORWARD[1:]))
+    tiles = sm80.NAMES["sm86"]
+    monkeypatch.setitem(sm80.NAMES, "sm86", replace(tiles, forward=(SPILLS, *tiles.forward[1:])))
     report = api.compile_file(CAUSAL, tmp_path / "lm.so", OPTIONS, python=False)
     (note,) = report.notes
-    assert (note.level, note.code) == ("note", "E0510") and "causal_lm_forward 64 x 64" in note.message
+    assert (note.level, note.code) == ("note", "E0510") and "causal_lm_forward 128 x 64" in note.message
     assert all(k.spill_bytes == 0 for cubin in report.cubins for k in cubin.kernels)
     lines = api.kernel_figures(check_file(CAUSAL), OPTIONS)
     assert "causal_lm_forward sm_86: " in lines[0] and ", 0 bytes spilled, " in lines[0]
@@ -84,7 +85,8 @@ def test_a_kernel_that_spills_gets_the_next_tile(
 def test_a_kernel_that_spills_with_both_tiles_is_built_with_a_warning(
     toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sm80, "FORWARD", (SPILLS, SPILLS_TOO))
+    tiles = replace(sm80.NAMES["sm86"], forward=(SPILLS, SPILLS_TOO))
+    monkeypatch.setitem(sm80.NAMES, "sm86", tiles)
     report = api.compile_file(CAUSAL, tmp_path / "lm.so", OPTIONS, python=False)
     (warning,) = report.notes
     assert (warning.level, warning.code) == ("warning", "E0510") and (tmp_path / "lm.so").exists()
@@ -99,9 +101,9 @@ def test_a_kernel_that_spills_with_both_tiles_is_built_with_a_warning(
 def test_each_pass_has_its_own_next_tile() -> None:
     (unit,) = api.units(check_file(CAUSAL), Options(("cuda",), ((64, 64),)))
     assert unit.plan.tile_steps == (0, 0) and next_tiles(unit.plan, True, False) == (1, 0)
-    later = schedule(unit.program, "sm80", "bfloat16", (0, 1))
+    later = schedule(unit.program, "sm86", "bfloat16", (0, 1))
     first, second = (p.backward[-2].kernel.tile for p in (unit.plan, later))
-    assert (first.queries, first.keys, second.queries, second.keys) == (64, 64, 32, 64)
+    assert (first.queries, first.keys, second.queries, second.keys) == (64, 128, 64, 64)
     assert later.forward == unit.plan.forward and next_tiles(later, False, True) == (0, 2)
     (largest,) = api.units(check_file(CAUSAL), Options(("cuda",), ((256, 256),)))
     assert next_tiles(largest.plan, True, False) is None

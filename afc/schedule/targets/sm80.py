@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-NAME = "sm80"
 STORAGES = ("bfloat16", "float16")
 ELEMENTS = {"bfloat16": "Bf16", "float16": "F16"}
 HEAD_MULTIPLE = 8
 HEAD_MAX = 256
-# Dynamic shared memory of a block on compute capability 8.6, 8.9 and 12.0, the least in the family;
-# kernels declare up to 512 bytes beside it.
-SHARED_BYTES = 99 * 1024 - 512
 L2_BYTES = 32 * 2**20  # K and V of the heads worked on at a time should fit; A100 has 40 MB, H200 60 MB
 
 
@@ -103,35 +100,78 @@ class QueryGradientTile:
         return max(inputs, 4 * self.queries * (head_qk + 4))
 
 
-# First fit by head size. Registers and times of each: docs/notes/sm80.md.
-FORWARD = (
-    ForwardTile(64, 128, 64, 4, 2, False),
-    ForwardTile(96, 64, 64, 4, 2, False),
-    ForwardTile(128, 64, 64, 4, 2, True),
-    ForwardTile(192, 64, 32, 4, 1, False),
-    ForwardTile(256, 64, 32, 4, 1, False),
-)
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a class of GPUs; the first that fits the heads is taken, and what follows it holds less."""
 
-BACKWARD = (
-    BackwardTile(64, 64, 128, 4, 2, 4, 2, 2, 1, True, True),
-    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
-    BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
-    BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 1, True, True),
+    shared_bytes: int  # dynamic, of a block; kernels declare up to 512 bytes beside it
+    forward: tuple[ForwardTile, ...]
+    backward: tuple[BackwardTile, ...]
+
+
+# Registers and times of each: docs/notes/sm80.md.
+_WIDE_FORWARD = (ForwardTile(192, 64, 32, 4, 1, False), ForwardTile(256, 64, 32, 4, 1, False))
+_WIDE_BACKWARD = (
     BackwardTile(192, 32, 64, 4, 2, 2, 2, 1, 1, False, False),
     BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, False, False),
 )
-
-# With weight blocks, whose factors need registers beside the accumulators.
-FORWARD_WEIGHTED = FORWARD[1:]
-BACKWARD_WEIGHTED = (
-    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
-    BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
-    *BACKWARD[-2:],
+# Compute capability 8.6, 8.9 and 12.0: 100 KB an SM, so one block of eight warps or two small ones.
+_SMALL = Tiles(
+    99 * 1024 - 512,
+    (
+        ForwardTile(64, 128, 32, 4, 2, True),
+        ForwardTile(96, 128, 64, 8, 1, False),
+        ForwardTile(128, 128, 64, 8, 1, True),
+        ForwardTile(128, 64, 64, 4, 2, True),
+        *_WIDE_FORWARD,
+    ),
+    (
+        BackwardTile(64, 64, 128, 4, 2, 4, 2, 2, 1, True, True),
+        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
+        BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
+        BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 1, True, True),
+        *_WIDE_BACKWARD,
+    ),
 )
+# 8.0, 9.0 and the others with at least 163 KB for a block.
+_LARGE = Tiles(
+    163 * 1024 - 512,
+    (
+        ForwardTile(64, 128, 64, 4, 2, False),
+        ForwardTile(96, 64, 64, 4, 2, False),
+        ForwardTile(128, 64, 64, 4, 2, True),
+        *_WIDE_FORWARD,
+    ),
+    (
+        BackwardTile(64, 128, 128, 4, 2, 4, 4, 2, 1, False, False),
+        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
+        BackwardTile(128, 64, 128, 4, 2, 4, 2, 2, 1, False, False),
+        BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
+        *_WIDE_BACKWARD,
+    ),
+)
+# With weight blocks, whose factors need registers beside the accumulators.
+_WEIGHTED = Tiles(
+    _SMALL.shared_bytes,
+    (ForwardTile(96, 64, 64, 4, 2, False), ForwardTile(128, 64, 64, 4, 2, True), *_WIDE_FORWARD),
+    (
+        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
+        BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
+        *_WIDE_BACKWARD,
+    ),
+)
+NAMES = {"sm80": _LARGE, "sm86": _SMALL}  # targets by their tiles
+_SMALL_CAPABILITIES = (86, 89, 120, 121)
+
+
+def name_for(capabilities: Collection[int]) -> str:
+    """The target whose tiles fit all of these compute capabilities (times ten); of none, all of the family."""
+    small = not capabilities or any(c in _SMALL_CAPABILITIES for c in capabilities)
+    return "sm86" if small else "sm80"
 
 
 def tiles_of(
-    head_qk: int, head_v: int, steps: tuple[int, int] = (0, 0), weighted: bool = False
+    target: str, head_qk: int, head_v: int, steps: tuple[int, int] = (0, 0), weighted: bool = False
 ) -> tuple[ForwardTile | None, BackwardTile | None]:
     """The tiles of both kernels, `steps` further down than the first that fit the heads; None past the end.
 
@@ -139,8 +179,9 @@ def tiles_of(
     program has weight blocks.
     """
     head = max(head_qk, head_v)
-    front = [t for t in (FORWARD_WEIGHTED if weighted else FORWARD) if head <= t.head_max]
-    back = [t for t in (BACKWARD_WEIGHTED if weighted else BACKWARD) if head <= t.head_max]
+    tiles = _WEIGHTED if weighted else NAMES[target]
+    front = [t for t in tiles.forward if head <= t.head_max]
+    back = [t for t in tiles.backward if head <= t.head_max]
     first, second = steps
     return (
         front[first] if first < len(front) else None,
