@@ -17,7 +17,7 @@ CAPTURED_DTYPES = {
     "int": ("int32", "int64"),
     "bool": ("bool",),
 }
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 Size = int | str | tuple[Any, ...]  # a number, a name, or (operator, operands...)
 

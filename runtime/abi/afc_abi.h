@@ -17,10 +17,10 @@ typedef unsigned long long uint64_t;
 #include <stdint.h>
 #endif
 
-#define AFC_ABI_VERSION 2
+#define AFC_ABI_VERSION 3
 #define AFC_MAX_CAPTURED 8
 #define AFC_MAX_SCALARS 8
-#define AFC_MAX_BUFFERS 8
+#define AFC_MAX_BUFFERS 16
 
 enum {  // afc_captured.dtype
   AFC_BOOL = 0, AFC_INT32 = 1, AFC_INT64 = 2, AFC_FLOAT16 = 3, AFC_BFLOAT16 = 4, AFC_FLOAT32 = 5, AFC_FLOAT64 = 6
@@ -92,7 +92,7 @@ typedef struct afc_args {
   int32_t out_dtype, reserved1;
 
   // The output before the output blocks of an attention that has some, [B, Hq, M, Dv]: forward stores it unless
-  // it is null, backward reads it and not o. Null in all other modules. Version 2.
+  // it is null, backward reads it and not o. Null in all other modules. Since version 2.
   afc_tensor o_raw;
 } afc_args;
 

@@ -27,10 +27,11 @@ class ForwardTile:
     min_blocks: int
     q_in_registers: bool
 
-    def shared_bytes(self, head_qk: int, head_v: int) -> int:
-        """Q, two stages of K and V; at the end O over all of it."""
+    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool = False) -> int:
+        """Q, two stages of K and V; at the end O over all of it, in float32 if `float_rows`."""
         inputs = 2 * (self.queries * head_qk + 2 * self.keys * (head_qk + head_v))
-        return max(inputs, 2 * self.queries * head_v)
+        output = 4 * self.queries * (head_v + 4) if float_rows else 2 * self.queries * head_v
+        return max(inputs, output)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,27 @@ class BackwardTile:
         return max(rows, inputs)
 
 
+@dataclass(frozen=True)
+class CapturedTile:
+    """`queries` x `keys` of the kernel of captured gradients, for heads up to `head_max`; a warp to 16
+    queries.
+    """
+
+    head_max: int
+    queries: int
+    keys: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.queries // 16
+
+    def shared_bytes(self, head_qk: int, head_v: int, walks: bool, values: bool, places: bool) -> int:
+        """Q, dO, K, V (if it walks over keys) and row terms; a value and a place for each score."""
+        tiles = 2 * (self.queries + self.keys) * (head_qk + head_v) if walks else 0
+        return tiles + 8 * self.queries + 4 * self.queries * (self.keys + 8) * (values + places)
+
+
 # First fit by head size. Registers and times of each: docs/notes/sm80.md.
 FORWARD = (
     ForwardTile(64, 128, 64, 4, 2, False),
@@ -83,7 +105,13 @@ BACKWARD = (
     BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, 1),
 )
 
+CAPTURED = (CapturedTile(64, 64, 64), CapturedTile(192, 64, 32), CapturedTile(256, 32, 32))
+
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
+TRANSFORM_ROWS = 32  # eight lanes to a row
+ROW_TILES = (32, 16, 8, 4)  # rows of a kernel that differentiates row or output blocks, eight lanes to a row
+ROW_SHARED_BYTES = 48 * 1024  # so that two blocks fit an SM
+CLEAR_BLOCKS, CLEAR_THREADS, SUM_THREADS = 256, 256, 256
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
@@ -95,3 +123,14 @@ TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 ca
 def section_heads(head_qk: int, head_v: int) -> int:
     """Heads worked on at a time, for a typical sequence, so that their K and V stay in the L2 cache."""
     return max(1, L2_BYTES // (TYPICAL_ROWS * (head_qk + head_v) * 2))
+
+
+def row_tile(columns: int, blocks: int, reads: int) -> int:
+    """Rows of a block of the kernel that differentiates `blocks` row blocks with `reads` reads of captured
+    tensors."""
+    return next((r for r in ROW_TILES if row_bytes(r, columns, blocks, reads) <= ROW_SHARED_BYTES), 4)
+
+
+def row_bytes(rows: int, columns: int, blocks: int, reads: int) -> int:
+    """The row ahead of each row block, its gradient, a term for each read and column; sums over the rows."""
+    return 4 * (rows * (blocks + 1) * (columns + 4) + (rows + 1) * reads * columns)

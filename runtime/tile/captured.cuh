@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sums for gradients of captured tensors, without atomics: an element is added to by one thread, in a fixed order.
+#pragma once
+#include "abi/afc_shares.h"
+#include "device.cuh"
+
+namespace tile {
+
+// target[places[k]] += values[k] for k = 0, 1, ...; a negative place is skipped. The thread that adds to an element
+// depends on its place alone. The lists are in shared memory; the caller synchronises before and after.
+template <int THREADS>
+AFC_FN void add_in_order(float *target, const float *values, const int *places, int count) {
+  int at = -1;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int k = 0; k < count; ++k) {
+    const int place = places[k];
+    if (place < 0 || place % THREADS != static_cast<int>(threadIdx.x)) continue;
+    if (place != at) {
+      if (at >= 0) target[at] += sum;
+      at = place, sum = 0.0f;
+    }
+    sum += values[k];
+  }
+  if (at >= 0) target[at] += sum;
+}
+
+// The same for the rows of a tile whose rows are `pitch` apart.
+template <int THREADS>
+AFC_FN void add_rows_in_order(float *target, const float *values, const int *places, int rows, int columns, int pitch) {
+  for (int row = 0; row < rows; ++row)
+    add_in_order<THREADS>(target, values + row * pitch, places + row * pitch, columns);
+}
+
+// Sum over the rows of column `column` of a tile.
+AFC_FN float column_sum(const float *values, int rows, int pitch, int column) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int row = 0; row < rows; ++row) sum += values[row * pitch + column];
+  return sum;
+}
+
+// Sum over the elements of a tile whose column less row is `distance`.
+AFC_FN float diagonal_sum(const float *values, int rows, int columns, int pitch, int distance) {
+  float sum = 0.0f;
+  const int first = max(0, -distance), last = min(rows, columns - distance);
+#pragma unroll 4
+  for (int row = first; row < last; ++row) sum += values[row * pitch + row + distance];
+  return sum;
+}
+
+// ---- rows in shared memory, eight lanes to a row --------------------------------------------------------------------
+
+constexpr int ROW_LANES = 8;
+
+AFC_FN int row_lane() { return static_cast<int>(threadIdx.x) % ROW_LANES; }
+
+AFC_FN float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  x += __shfl_xor_sync(0xffffffffu, x, 2);
+  return x + __shfl_xor_sync(0xffffffffu, x, 4);
+}
+
+// Sums of all copies of a block's gradients, by one warp for each element: lanes take every 32nd copy.
+AFC_FN void add_copies(const Shares &shares, int k, const float *copies_data, int64_t element) {
+  const int64_t copies = shares.copies(k);
+  const float *from = copies_data + shares.start[k] + element;
+  double sum = 0.0;
+  for (int64_t copy = lane_index(); copy < copies; copy += WARP) sum += from[copy * shares.size[k]];
+#pragma unroll
+  for (int step = 1; step < WARP; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (lane_index() == 0) shares.data[k][element] += static_cast<float>(sum);
+}
+
+}  // namespace tile
