@@ -6,16 +6,14 @@
 
 #include "afc_abi.h"
 
+#ifndef AFC_FN  // of a function, and of a member of a structure
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AFC_FN __device__ __forceinline__
-#else
-#define AFC_FN static inline
-#endif
-
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AFC_MEMBER __device__ __forceinline__
 #else
+#define AFC_FN static inline
 #define AFC_MEMBER inline
+#endif
 #endif
 
 // Half-open index ranges, begin <= full_begin <= full_end <= end. Inside [full_begin, full_end) everything is kept;

@@ -7,6 +7,7 @@
 
 #include "abi/afc_abi.h"
 #include "abi/afc_run.h"
+#include "ptx/opaque.cuh"
 
 using Real = float;
 
@@ -23,11 +24,7 @@ constexpr int WARP = 32;
 
 // The thread's index, made to depend on the step of a loop (never negative) in a way that the compiler does not
 // see through. What is derived from it is computed in the loop, instead of being kept in registers, and spilled.
-AFC_FN uint32_t thread_in_step(int step) {
-  uint32_t zero;
-  asm("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(step));
-  return threadIdx.x + zero;
-}
+AFC_FN uint32_t thread_in_step(int step) { return threadIdx.x + ptx::opaque_zero(step); }
 
 AFC_FN uint32_t lane_index() { return threadIdx.x % WARP; }
 

@@ -320,9 +320,9 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   const int batch = work_at_end.batch, head = work_at_end.head, first_o = work_at_end.tile * TILE_M;
   tile::store_rows<TileO, THREADS>(shared_memory, tile::row_address(args.o, batch, head, first_o), args.o.stride[2] * 2,
                                    static_cast<int>(args.M) - first_o);
+  const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
   if (args.lse.data != nullptr && threadIdx.x % 4 == 0) {
     float *lse_rows = static_cast<float *>(args.lse.data) + batch * args.lse.stride[0] + head * args.lse.stride[1];
-    const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
