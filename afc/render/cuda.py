@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from afc.expr.nodes import Const
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import Dependence, dependence
-from afc.ir.tiled import Launch, LaunchPlan
+from afc.ir.tiled import Launch, LaunchPlan, TiledKernel
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
+from afc.render.shares import has_places, row_reads_of, row_texts, score_reads, shares, widths
 from afc.render.sm80_context import (
     BackwardContext,
+    CapturedContext,
+    ClearContext,
     ForwardContext,
     PostprocessContext,
     PreludeContext,
@@ -21,6 +24,14 @@ from afc.render.sm80_context import (
     RotateContext,
     RotateOperand,
     RotationContext,
+    RowsBackContext,
+    SharedGradient,
+    SharesContext,
+    StepContext,
+    SumContext,
+    SumRead,
+    TransformContext,
+    TransformOperand,
 )
 from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
@@ -37,6 +48,18 @@ def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, s
     return unit.host_text(), unit.device_text()
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A kernel that sums gradients of captured tensors, or could: those of the blocks of an operand (q, k,
+    or o for the output), or of scores (empty).
+    """
+
+    operand: str
+    gradients: tuple[SharedGradient, ...]
+    reads: tuple[SumRead, ...]
+    shares: SharesContext
+
+
 class _Unit:
     def __init__(self, program: Program, plan: LaunchPlan, symbol: str) -> None:
         self.program, self.plan, self.symbol = program, plan, symbol
@@ -49,6 +72,7 @@ class _Unit:
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
+        self.groups = self._groups()
 
     # ---- device -------------------------------------------------------------------------------------------
 
@@ -65,25 +89,75 @@ class _Unit:
             [banner, *(f"// {line}" for line in provenance(self.program, self.plan, schedule)), banner, ""]
         )
         parts = [
-            header + _print("prelude", PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations))
+            header
+            + _print(
+                "prelude",
+                PreludeContext(
+                    sm80.ELEMENTS[s.storage],
+                    self.blocks.text,
+                    rotations,
+                    bool(self.blocks.q_rows or self.blocks.k_rows or self.blocks.outputs),
+                    tuple(g.shares for g in self.groups.values()),
+                ),
+            )
         ]
         parts += [_print(template, context) for template, context in self.kernels()]
         return "\n".join(parts)
 
     def kernels(self) -> list[tuple[str, Any]]:
         """(template, context) of every kernel, in launch order."""
-        found: list[tuple[str, Any]] = []
-        if rotate := self._rotate("forward"):
-            found.append(("rotate", rotate))
-        found.append(("forward", self._forward()))
-        if self.plan.backward:
-            if rotate := self._rotate("backward"):
-                found.append(("rotate", rotate))
-            found += [
-                ("preprocess", self._preprocess()),
-                ("backward", self._backward()),
-                ("postprocess", self._postprocess()),
-            ]
+        passes = [("forward", self.plan.forward), ("backward", self.plan.backward)]
+        return [self._kernel(which, launch.kernel) for which, launches in passes for launch in launches]
+
+    def _kernel(self, which: str, kernel: TiledKernel) -> tuple[str, Any]:
+        """(template, context) of one kernel of a pass."""
+        group = self.groups.get(kernel.name)
+        match kernel.kind:
+            case "rotate" if kernel.name.endswith(f"_transform_{which}"):
+                return "transform", self._transform(kernel)
+            case "rotate":
+                return "rotate", self._rotate(which)
+            case "forward":
+                return "forward", self._forward()
+            case "preprocess":
+                return "preprocess", self._preprocess()
+            case "backward":
+                return "backward", self._backward()
+            case "postprocess" if group is None:
+                return "postprocess", self._postprocess()
+            case "postprocess" | "output" if group is not None:
+                return "rows_back", self._rows_back(kernel, group)
+            case "captured" if group is not None:
+                return "captured", self._captured(kernel, group)
+            case "clear":
+                summed = tuple(g.shares for g in self.groups.values() if g.reads)
+                return "clear", ClearContext(kernel.name, sm80.CLEAR_THREADS, summed)
+            case "sum":
+                shares = self.groups[kernel.name.removesuffix("_sum")].shares
+                return "sum", SumContext(kernel.name, sm80.SUM_THREADS, shares)
+        raise AssertionError(kernel.kind)
+
+    def _groups(self) -> dict[str, _Group]:
+        """The kernels whose work is shared out by the gradients that they sum, by name."""
+        found: dict[str, _Group] = {}
+        next_buffer = len(self.plan.buffers)
+        for kernel in (launch.kernel for launch in self.plan.backward if launch.grid is None):
+            if kernel.kind == "sum":
+                continue
+            queries = kernel.stationary == "queries"
+            if kernel.kind == "captured":
+                operand = ""
+                gradients, reads = score_reads(self.program, self.blocks.captured)
+            else:
+                operand = "o" if kernel.kind == "output" else "q" if queries else "k"
+                texts = row_texts(self.blocks, operand)
+                gradients, reads = row_reads_of(self.program, texts, widths(self.semantics, operand))
+            buffer = next_buffer if reads else None
+            next_buffer += bool(reads)
+            heads, rows = ("Hq", "M") if queries else ("Hk", "N")
+            tile = kernel.tile.queries if queries else kernel.tile.keys
+            shared = shares(kernel.name, heads, rows, tile, gradients, reads, buffer)
+            found[kernel.name] = _Group(operand, gradients, reads, shared)
         return found
 
     def _rotations(
@@ -138,15 +212,96 @@ class _Unit:
             _members(dependence(steps)),
         )
 
-    def _rotate(self, which: str) -> RotateContext | None:
-        """Forward: q's table (Q is rotated in the prologue) and k's rows. Backward: all."""
+    def _rotate(self, which: str) -> RotateContext:
+        """Forward: q's table (Q is rotated in the prologue) and k's rows. Backward: all. With row blocks only
+        tables.
+        """
         late = which == "backward"
-        operands = [self._operand("q", True, late), self._operand("k", late, True)]
+        rows_q, rows_k = bool(self.blocks.q_rows), bool(self.blocks.k_rows)
+        operands = [
+            self._operand("q", True, late and not rows_q),
+            self._operand("k", late or rows_k, not rows_k),
+        ]
         present = tuple(o for o in operands if o is not None)
-        return (
-            RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present)
-            if present
-            else None
+        return RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present)
+
+    def _steps(self, operand: str) -> tuple[StepContext, ...]:
+        """The steps of q, k or the output."""
+        s = self.semantics
+        steps: tuple[Transform, ...] = {"q": s.q_steps, "k": s.k_steps, "o": s.output_steps}[operand]
+        rotations = iter({"q": self.q_rotations, "k": self.k_rotations, "o": ()}[operand])
+        texts = iter(row_texts(self.blocks, operand))
+        of_width = iter(widths(s, operand))
+        made: list[StepContext] = []
+        state = sums = 0
+        for step in steps:
+            if isinstance(step, RowStep):
+                text, width = next(texts), next(of_width)
+                made.append(StepContext(step.call, text.name, None, state, sums, len(text.reads)))
+                sums += len(text.reads) * width
+                state += 1
+            else:
+                made.append(StepContext(step.call, "", next(rotations), state))
+        return tuple(made)
+
+    def _transform(self, kernel: TiledKernel) -> TransformContext:
+        operands = [
+            TransformOperand(name, rows, heads, self._steps(name), self.buffer[f"{name}_rotated"])
+            for name, rows, heads in (("q", "M", "Hq"), ("k", "N", "Hk"))
+            if row_texts(self.blocks, name)
+        ]
+        shared = kernel.binding.shared_bytes
+        rows = sm80.TRANSFORM_ROWS
+        return TransformContext(kernel.name, rows, self.semantics.head_qk, shared, tuple(operands))
+
+    def _rows_back(self, kernel: TiledKernel, group: _Group) -> RowsBackContext:
+        s, operand = self.semantics, group.operand
+        steps = self._steps(operand)
+        states = sum(step.rotation is None for step in steps)
+        sums = {"q": "dq_sum", "k": "dk_sum", "o": "d_raw"}[operand]
+        return RowsBackContext(
+            kernel.name,
+            operand,  # type: ignore[arg-type]
+            "N" if operand == "k" else "M",
+            "Hk" if operand == "k" else "Hq",
+            kernel.tile.keys if operand == "k" else kernel.tile.queries,
+            s.head_v if operand == "o" else s.head_qk,
+            states,
+            sum(r.width for r in group.reads),
+            kernel.binding.shared_bytes,
+            _f(s.gradient_scale),
+            self.buffer[sums],
+            s.has_sum,
+            tuple(x for x in steps if x.state + (x.rotation is None) < states),
+            tuple(reversed(steps)),
+            group.gradients,
+            group.shares.buffer,
+            group.reads,
+            tuple(r for r in group.reads if r.kind == "column"),
+        )
+
+    def _captured(self, kernel: TiledKernel, group: _Group) -> CapturedContext:
+        s, walks = self.semantics, [r for r in group.reads if not r.extra]
+        return CapturedContext(
+            kernel.name,
+            s.head_qk,
+            s.head_v,
+            kernel.tile.queries,
+            kernel.tile.keys,
+            kernel.binding.shared_bytes,
+            _f(s.softmax_scale * LOG2_E),
+            self.blocks.has_score,
+            self.blocks.has_mask,
+            len(s.mask.alternatives),
+            self.buffer.get("q_rotated"),
+            self.buffer.get("k_rotated"),
+            self.buffer["row_terms"],
+            group.gradients,
+            group.shares.buffer,
+            len(group.reads),
+            group.reads,
+            any(r.kind != "row" for r in walks),
+            has_places(walks),
         )
 
     def _section(self) -> int:
@@ -169,15 +324,17 @@ class _Unit:
             q_in_registers=t.q_in_registers,
             section=self._section(),
             descending=self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, bool(s.output_steps)),
             softmax_scale=_f(s.softmax_scale),
             scale_log2=_f(s.softmax_scale * LOG2_E),
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
             alternatives=len(s.mask.alternatives),
             scores_finite=s.scores_finite,
-            q_rotations=self.q_rotations,
+            q_rotations=() if self.blocks.q_rows else self.q_rotations,
+            q_buffer=self.buffer["q_rotated"] if self.blocks.q_rows else None,
             k_buffer=self.buffer.get("k_rotated"),
+            outputs=self._steps("o"),
         )
 
     def _preprocess(self) -> PreprocessContext:
@@ -220,6 +377,7 @@ class _Unit:
             k_buffer=self.buffer.get("k_rotated"),
             terms_buffer=self.buffer["row_terms"],
             dq_buffer=self.buffer["dq_sum"],
+            dk_buffer=self.buffer["dk_sum"] if self.blocks.k_rows else None,
             needs_float_rows=float_rows(s, t),
             k_rotations=self.k_rotations,
         )
@@ -246,7 +404,7 @@ class _Unit:
         passes = []
         for name, launches in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             if launches:
-                passes.append(PassRow(name, tuple(map(_launch_row, launches))))
+                passes.append(PassRow(name, tuple(map(self._launch_row, launches))))
         context = LaunchContext(
             provenance(self.program, self.plan, "host code: launches the kernels in order"),
             self.symbol,
@@ -258,27 +416,46 @@ class _Unit:
             self._buffers(),
             scalar_checks(self.program),
             tuple(passes),
+            tuple(g.shares for g in self.groups.values()),
+            tuple(sorted({g.slot for group in self.groups.values() for g in group.gradients})),
+            bool(s.output_steps),
         )
         return render("host", "launch.cpp.j2", unit=context)
 
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
-        return tuple(
+        rows = [
             BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
             for n, b in enumerate(self.plan.buffers)
-        )
+        ]
+        for name, group in self.groups.items():
+            if group.shares.buffer is not None:
+                count = f"shares_of({name}_shares, args).floats()"
+                rows.append(BufferRow(group.shares.buffer, f"copies of {name}", "backward", 4, count))
+        return tuple(rows)
+
+    def _launch_row(self, launch: Launch) -> LaunchRow:
+        name, then = launch.kernel.name, ""
+        if launch.grid is not None:
+            x, y = map(size_text, launch.grid)
+        elif launch.kernel.kind == "sum":
+            group = self.groups[name.removesuffix("_sum")]
+            warps = sm80.SUM_THREADS // 32
+            largest = f"shares_of({group.shares.name}_shares, args).largest()"
+            x, y = f"ceil_div({largest}, {warps})", str(len(group.gradients))
+        else:
+            x, y = f"shares_of({name}_shares, args).blocks()", "1"
+            if launch.kernel.kind == "captured":  # nothing but sums
+                x = f"shares_of({name}_shares, args).wanted_blocks()"
+        if launch.kernel.kind == "output":
+            then = "d_raw"
+        return LaunchRow(_constant(name), x, y, then)
 
     def _kernel_row(self, launch: Launch) -> KernelRow:
         binding = launch.kernel.binding
         return KernelRow(
             _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
         )
-
-
-def _launch_row(launch: Launch) -> LaunchRow:
-    assert launch.grid is not None
-    x, y = launch.grid
-    return LaunchRow(_constant(launch.kernel.name), size_text(x), size_text(y))
 
 
 def _print(template: str, context: Any) -> str:

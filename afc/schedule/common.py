@@ -43,15 +43,15 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
 
 
 def check_features(program: Program, name: str) -> None:
-    """Raises UsageError E0411 for what only the CPU computes: normalizers other than the plain softmax, row
-    and output blocks, gradients of captured tensors.
+    """Raises UsageError E0411 for what the target does not compute: normalizers other than the plain softmax,
+    row and output blocks, gradients of captured tensors.
     """
-    _check_softmax(program, name)
+    check_softmax(program, name)
     _check_steps(program, name)
     _check_captured(program, name)
 
 
-def _check_softmax(program: Program, name: str) -> None:
+def check_softmax(program: Program, name: str) -> None:
     """Raises UsageError E0411 for a normalizer that the target cannot run: it has the plain softmax only."""
     normalizer = program.normalizer
     if not normalizer.has_sum or normalizer.extra is not None:

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule for the sm_80 family: one backward kernel that adds dQ in float32, between small kernels over
 rows.
+
+Row blocks act in a kernel of their own, on q and k in the workspace, and are differentiated in kernels over
+the rows of dQ and dK; output blocks act in the forward's epilogue and are differentiated ahead of everything
+else. Gradients of captured tensors that scores read take one more walk over the scores. A kernel that adds to
+gradients of captured tensors is followed by one that adds up its copies (runtime/abi/afc_shares.h).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from afc.errors import UsageError
 from afc.expr.nodes import Expr, Op, Type, Var, const
 from afc.expr.operators import add, call, mul
 from afc.expr.simplify import simplify
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Binding, Buffer, Launch, LaunchPlan, Pass, Semantics, Tile, TiledKernel
 from afc.schedule import ops
+from afc.schedule.captured import PLACED, score_sum
 from afc.schedule.common import (
-    check_features,
     check_heads,
+    check_softmax,
     check_storage,
     items,
     rotation_buffers,
@@ -33,7 +41,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410, E0411."""
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
-    check_features(program, "cuda")
+    check_softmax(program, "cuda")
     meaning = semantics(program, storage, "float")
     disjoint(meaning.q_rotations)
     disjoint(meaning.k_rotations)
@@ -41,12 +49,21 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     front = next(t for t in sm80.FORWARD if head <= t.head_max)
     back = next(t for t in sm80.BACKWARD if head <= t.head_max)
     scale, prefix = meaning.gradient_scale, program.name
+    blocks = Blocks.of(meaning)
     forward = replace(
-        ops.forward(f"{prefix}_forward", Tile(front.queries, front.keys)),
+        ops.forward(
+            f"{prefix}_forward", Tile(front.queries, front.keys), has_output=bool(meaning.output_steps)
+        ),
         binding=_forward_binding(meaning, front),
     )
     backward = replace(
-        ops.backward_keys(f"{prefix}_backward", Tile(back.queries, back.keys), scale, add_dq=True),
+        ops.backward_keys(
+            f"{prefix}_backward",
+            Tile(back.queries, back.keys),
+            scale,
+            add_dq=True,
+            raw_dk=blocks.k > 0,
+        ),
         binding=_backward_binding(meaning, back),
     )
     pre = _row_kernel(
@@ -57,8 +74,14 @@ def plan(program: Program, storage: str) -> LaunchPlan:
         sm80.POSTPROCESS_THREADS,
         shared_bytes=4 * sm80.POSTPROCESS_ROWS * (meaning.head_qk + 4),
     )
-    first = _rotate(f"{prefix}_rotate_forward", meaning, ("k",))
-    again = _rotate(f"{prefix}_rotate_backward", meaning, ("q", "k"))
+    post_launch = Launch(
+        post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))
+    )
+    if blocks.q:
+        post_launch = _rows_back(ops.postprocess, post.name, meaning, "q", backward.name)
+    first = _before(prefix, "forward", meaning, blocks)
+    again = _before(prefix, "backward", meaning, blocks)
+    outputs = _output(f"{prefix}_output", meaning)
     return LaunchPlan(
         program.name,
         "sm80",
@@ -66,15 +89,146 @@ def plan(program: Program, storage: str) -> LaunchPlan:
         forward=(*first, _over_queries(forward, *first)),
         backward=(
             *again,
-            _over_queries(pre),
+            *_sums(prefix, "clear", meaning),
+            *outputs,
+            _over_queries(pre, *outputs),
             Launch(
                 backward,
                 (*(x.kernel.name for x in again), pre.name),
                 (items(tiles("N", back.keys), "Hk", "B"), const(1)),
             ),
-            Launch(post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))),
+            post_launch,
+            *_postprocess_keys(prefix, meaning, blocks, backward.name),
+            *_captured(prefix, meaning, head, *again, _over_queries(pre)),
+            *_sums(prefix, "sum", meaning),
         ),
-        buffers=_buffers(meaning),
+        buffers=_buffers(meaning, blocks),
+    )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Row blocks of q and k: their number."""
+
+    q: int
+    k: int
+
+    @staticmethod
+    def of(meaning: Semantics) -> Blocks:
+        """Those of a plan."""
+        return Blocks(len(row_steps(meaning.q_steps)), len(row_steps(meaning.k_steps)))
+
+
+def row_steps(steps: tuple[Transform, ...]) -> tuple[RowStep, ...]:
+    """The row blocks among the steps of an operand."""
+    return tuple(s for s in steps if isinstance(s, RowStep))
+
+
+def row_reads(steps: tuple[RowStep, ...]) -> int:
+    """Reads of captured tensors marked `grad`."""
+    return sum(len(s.backward.reads) for s in steps if s.backward is not None)
+
+
+def _before(prefix: str, which: Pass, meaning: Semantics, blocks: Blocks) -> tuple[Launch, ...]:
+    """The kernels that rotate q and k, and that apply row blocks to them, ahead of a pass.
+
+    Without row blocks, q is rotated by the forward kernel itself.
+    """
+    written = tuple(
+        operand
+        for operand, count, always in (("q", blocks.q, which == "backward"), ("k", blocks.k, True))
+        if not count and always
+    )
+    tables = tuple(operand for operand, count in (("q", blocks.q), ("k", blocks.k)) if count)
+    rotate = _rotate(f"{prefix}_rotate_{which}", meaning, written, tables)
+    if not tables:
+        return rotate
+    rows = [
+        items(
+            tiles("M" if operand == "q" else "N", sm80.TRANSFORM_ROWS), "H" if operand == "q" else "Hk", "B"
+        )
+        for operand in tables
+    ]
+    kernel = _row_kernel(
+        ops.rotate(f"{prefix}_transform_{which}", Tile(sm80.TRANSFORM_ROWS, sm80.TRANSFORM_ROWS)),
+        8 * sm80.TRANSFORM_ROWS,
+        shared_bytes=4 * sm80.TRANSFORM_ROWS * (meaning.head_qk + 4),
+    )
+    x = rows[0] if len(rows) == 1 else simplify(add(*rows))
+    return (*rotate, Launch(kernel, tuple(r.kernel.name for r in rotate), (x, const(1))))
+
+
+def _rows_back(
+    make: Callable[[str, Tile, float], TiledKernel], name: str, meaning: Semantics, operand: str, after: str
+) -> Launch:
+    """The kernel that differentiates the steps of q or k, with row blocks among them."""
+    steps = row_steps(meaning.q_steps if operand == "q" else meaning.k_steps)
+    reads = row_reads(steps)
+    rows = sm80.row_tile(meaning.head_qk, len(steps), reads)
+    tile = Tile(rows, 0) if operand == "q" else Tile(0, rows)
+    shared = sm80.row_bytes(rows, meaning.head_qk, len(steps), reads)
+    kernel = _row_kernel(make(name, tile, meaning.gradient_scale), 8 * rows, shared)
+    return Launch(kernel, (after,))
+
+
+def _postprocess_keys(prefix: str, meaning: Semantics, blocks: Blocks, after: str) -> tuple[Launch, ...]:
+    if not blocks.k:
+        return ()
+    return (_rows_back(ops.postprocess_keys, f"{prefix}_postprocess_keys", meaning, "k", after),)
+
+
+def _output(name: str, meaning: Semantics) -> tuple[Launch, ...]:
+    """The kernel that differentiates output blocks, if there are some."""
+    steps = meaning.output_steps
+    if not steps:
+        return ()
+    reads = row_reads(steps)
+    rows = sm80.row_tile(meaning.head_v, len(steps), reads)
+    shared = sm80.row_bytes(rows, meaning.head_v, len(steps), reads)
+    kernel = ops.output(name, Tile(rows, 0), captured=reads > 0)
+    return (Launch(_row_kernel(kernel, 8 * rows, shared)),)
+
+
+def _captured(prefix: str, meaning: Semantics, head: int, *after: Launch) -> tuple[Launch, ...]:
+    """The kernel of gradients of captured tensors that scores or the extra term read."""
+    if not meaning.captured:
+        return ()
+    tile = next(t for t in sm80.CAPTURED if head <= t.head_max)
+    kinds = {score_sum(r.load) for r in meaning.captured if r.step is not None}
+    kernel = replace(
+        ops.captured(f"{prefix}_captured", Tile(tile.queries, tile.keys), meaning.captured),
+        binding=Binding(
+            "sm80",
+            warps=tile.warps,
+            shared_bytes=tile.shared_bytes(
+                meaning.head_qk, meaning.head_v, bool(kinds), bool(kinds - {"row"}), bool(kinds & PLACED)
+            ),
+        ),
+    )
+    return (Launch(kernel, tuple(x.kernel.name for x in after)),)
+
+
+def adding(prefix: str, meaning: Semantics) -> tuple[str, ...]:
+    """The kernels that add to gradients of captured tensors, in the order of their launches."""
+    groups = (
+        ("output", row_reads(meaning.output_steps)),
+        ("postprocess", row_reads(row_steps(meaning.q_steps))),
+        ("postprocess_keys", row_reads(row_steps(meaning.k_steps))),
+        ("captured", len(meaning.captured)),
+    )
+    return tuple(f"{prefix}_{name}" for name, reads in groups if reads)
+
+
+def _sums(prefix: str, kind: Literal["clear", "sum"], meaning: Semantics) -> tuple[Launch, ...]:
+    """The kernel that sets gradients and copies to 0, or those that add up copies."""
+    names = adding(prefix, meaning)
+    if not names:
+        return ()
+    if kind == "clear":
+        clear = _row_kernel(ops.sums(f"{prefix}_clear", kind), sm80.CLEAR_THREADS)
+        return (Launch(clear, (), (const(sm80.CLEAR_BLOCKS), const(1))),)
+    return tuple(
+        Launch(_row_kernel(ops.sums(f"{name}_sum", kind), sm80.SUM_THREADS), (name,)) for name in names
     )
 
 
@@ -88,9 +242,11 @@ def _row_kernel(kernel: TiledKernel, threads: int, shared_bytes: int = 0) -> Til
     return replace(kernel, binding=Binding("sm80", warps=threads // 32, shared_bytes=shared_bytes))
 
 
-def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[Launch, ...]:
+def _rotate(
+    name: str, meaning: Semantics, written: tuple[str, ...], tables: tuple[str, ...]
+) -> tuple[Launch, ...]:
     """The kernel of coefficients and rotated rows, if the program rotates. `written`: operands whose rows it
-    writes.
+    writes; `tables`: those of which it writes the table alone, as q's in any case.
 
     Blocks in x: tiles of the rows of q, then of k; in y: shares of the (batch, head)s, of rows to write or of
     tables that depend on them.
@@ -101,7 +257,7 @@ def _rotate(name: str, meaning: Semantics, written: tuple[str, ...]) -> tuple[La
             ("q", "M", "H", meaning.q_rotations),
             ("k", "N", "Hk", meaning.k_rotations),
         )
-        if rotations and (operand == "q" or operand in written)
+        if rotations and (operand == "q" or operand in written + tables)
     ]
     if not operands:
         return ()
@@ -138,7 +294,7 @@ def _forward_binding(meaning: Semantics, tile: sm80.ForwardTile) -> Binding:
         warps=tile.warps,
         stages=2,
         min_blocks=tile.min_blocks,
-        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v),
+        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v, bool(meaning.output_steps)),
         section=sm80.section_heads(meaning.head_qk, meaning.head_v),
     )
 
@@ -165,13 +321,17 @@ def _backward_binding(meaning: Semantics, tile: sm80.BackwardTile) -> Binding:
     )
 
 
-def _buffers(meaning: Semantics) -> tuple[Buffer, ...]:
+def _buffers(meaning: Semantics, blocks: Blocks) -> tuple[Buffer, ...]:
     both: tuple[Pass, ...] = ("forward", "backward")
     late: tuple[Pass, ...] = ("backward",)
-    buffers = rotation_buffers(meaning, late, both, both, late)
+    buffers = rotation_buffers(meaning, both if blocks.q else late, both, both, both if blocks.k else late)
     buffers.append(Buffer("row_terms", "float", size("B", "H", "M", 2), late))
     padded = mul(size("B", "H"), mul(tiles("M", 16), const(16 * meaning.head_qk)))
     buffers.append(Buffer("dq_sum", "float", padded, late, zeroed=True))
+    if blocks.k:
+        buffers.append(Buffer("dk_sum", "float", size("B", "Hk", "N", meaning.head_qk), late))
+    if meaning.output_steps:
+        buffers.append(Buffer("d_raw", meaning.storage, size("B", "H", "M", meaning.head_v), late))
     return tuple(buffers)
 
 
@@ -189,7 +349,9 @@ def in_registers(rotation: Rotation, column_warps: int) -> bool:
 
 def float_rows(meaning: Semantics, tile: sm80.BackwardTile) -> bool:
     """Whether dK must pass through shared memory in float32 to be rotated back."""
-    return any(not in_registers(r, tile.column_warps) for r in meaning.k_rotations)
+    return not Blocks.of(meaning).k and any(
+        not in_registers(r, tile.column_warps) for r in meaning.k_rotations
+    )
 
 
 def disjoint(rotations: tuple[Rotation, ...]) -> None:

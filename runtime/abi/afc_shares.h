@@ -6,14 +6,7 @@
 #ifndef AFC_SHARES_H
 #define AFC_SHARES_H
 
-#include "afc_run.h"
-
-// Elements of a gradient: dimensions of stride 0 are summed over.
-AFC_FN int64_t gradient_size(const afc_captured &gradient) {
-  int64_t size = 1;
-  for (int d = 0; d < gradient.rank; ++d) size *= gradient.stride[d] == 0 ? 1 : gradient.size[d];
-  return size;
-}
+#include "afc_gradients.h"
 
 // Whether an index that takes `extent` values and is that of a dimension (-1: of none) names each element once.
 AFC_FN bool one_to_one(const afc_captured &gradient, int dimension, int64_t extent) {
@@ -92,6 +85,9 @@ struct Shares {
   AFC_MEMBER int64_t blocks() const {
     return whole[0] == 0 || whole[1] == 0 || whole[2] == 0 ? 0 : parts[0] * parts[1] * parts[2];
   }
+
+  // The same of a kernel that has nothing else to do.
+  AFC_MEMBER int64_t wanted_blocks() const { return wanted() ? blocks() : 0; }
 
   // Where block `block` adds for gradient k: to its copy, or to the gradient itself; null where it is not asked for.
   AFC_MEMBER float *target(int k, int64_t block, float *copies_data) const {

@@ -50,18 +50,6 @@ AFC_FN float diagonal_sum(const float *values, int rows, int columns, int pitch,
   return sum;
 }
 
-// ---- rows in shared memory, eight lanes to a row --------------------------------------------------------------------
-
-constexpr int ROW_LANES = 8;
-
-AFC_FN int row_lane() { return static_cast<int>(threadIdx.x) % ROW_LANES; }
-
-AFC_FN float row_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  x += __shfl_xor_sync(0xffffffffu, x, 2);
-  return x + __shfl_xor_sync(0xffffffffu, x, 4);
-}
-
 // Sums of all copies of a block's gradients, by one warp for each element: lanes take every 32nd copy.
 AFC_FN void add_copies(const Shares &shares, int k, const float *copies_data, int64_t element) {
   const int64_t copies = shares.copies(k);
