@@ -85,9 +85,7 @@ def row_reads_of(
 
 def widths(semantics: Semantics, operand: str) -> tuple[int, ...]:
     """Columns of each row block of q or k, or of each output block."""
-    if operand == "o":
-        return (semantics.head_v,) * len(semantics.output_steps)
-    steps = semantics.q_steps if operand == "q" else semantics.k_steps
+    steps = {"q": semantics.q_steps, "k": semantics.k_steps, "o": semantics.output_steps}[operand]
     return tuple(value(s.width) for s in row_steps(steps))
 
 

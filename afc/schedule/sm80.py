@@ -43,8 +43,12 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
     check_softmax(program, "cuda")
     meaning = semantics(program, storage, "float")
-    disjoint(meaning.q_rotations)
-    disjoint(meaning.k_rotations)
+    for steps, rotations in (
+        (meaning.q_steps, meaning.q_rotations),
+        (meaning.k_steps, meaning.k_rotations),
+    ):
+        if not row_steps(steps):  # with row blocks, steps act on a row one after the other
+            disjoint(rotations)
     head = max(meaning.head_qk, meaning.head_v)
     front = next(t for t in sm80.FORWARD if head <= t.head_max)
     back = next(t for t in sm80.BACKWARD if head <= t.head_max)
@@ -124,9 +128,9 @@ def row_steps(steps: tuple[Transform, ...]) -> tuple[RowStep, ...]:
     return tuple(s for s in steps if isinstance(s, RowStep))
 
 
-def row_reads(steps: tuple[RowStep, ...]) -> int:
-    """Reads of captured tensors marked `grad`."""
-    return sum(len(s.backward.reads) for s in steps if s.backward is not None)
+def row_terms(steps: tuple[RowStep, ...]) -> int:
+    """Terms of a row for gradients of captured tensors: a read marked `grad` has one for each column."""
+    return sum(len(s.backward.reads) * value(s.width) for s in steps if s.backward is not None)
 
 
 def _before(prefix: str, which: Pass, meaning: Semantics, blocks: Blocks) -> tuple[Launch, ...]:
@@ -163,10 +167,10 @@ def _rows_back(
 ) -> Launch:
     """The kernel that differentiates the steps of q or k, with row blocks among them."""
     steps = row_steps(meaning.q_steps if operand == "q" else meaning.k_steps)
-    reads = row_reads(steps)
-    rows = sm80.row_tile(meaning.head_qk, len(steps), reads)
+    terms = row_terms(steps)
+    rows = sm80.row_tile(meaning.head_qk, len(steps), terms)
     tile = Tile(rows, 0) if operand == "q" else Tile(0, rows)
-    shared = sm80.row_bytes(rows, meaning.head_qk, len(steps), reads)
+    shared = sm80.row_bytes(rows, meaning.head_qk, len(steps), terms)
     kernel = _row_kernel(make(name, tile, meaning.gradient_scale), 8 * rows, shared)
     return Launch(kernel, (after,))
 
@@ -182,10 +186,10 @@ def _output(name: str, meaning: Semantics) -> tuple[Launch, ...]:
     steps = meaning.output_steps
     if not steps:
         return ()
-    reads = row_reads(steps)
-    rows = sm80.row_tile(meaning.head_v, len(steps), reads)
-    shared = sm80.row_bytes(rows, meaning.head_v, len(steps), reads)
-    kernel = ops.output(name, Tile(rows, 0), captured=reads > 0)
+    terms = row_terms(steps)
+    rows = sm80.row_tile(meaning.head_v, len(steps), terms)
+    shared = sm80.row_bytes(rows, meaning.head_v, len(steps), terms)
+    kernel = ops.output(name, Tile(rows, 0), captured=terms > 0)
     return (Launch(_row_kernel(kernel, 8 * rows, shared)),)
 
 
@@ -211,12 +215,12 @@ def _captured(prefix: str, meaning: Semantics, head: int, *after: Launch) -> tup
 def adding(prefix: str, meaning: Semantics) -> tuple[str, ...]:
     """The kernels that add to gradients of captured tensors, in the order of their launches."""
     groups = (
-        ("output", row_reads(meaning.output_steps)),
-        ("postprocess", row_reads(row_steps(meaning.q_steps))),
-        ("postprocess_keys", row_reads(row_steps(meaning.k_steps))),
+        ("output", row_terms(meaning.output_steps)),
+        ("postprocess", row_terms(row_steps(meaning.q_steps))),
+        ("postprocess_keys", row_terms(row_steps(meaning.k_steps))),
         ("captured", len(meaning.captured)),
     )
-    return tuple(f"{prefix}_{name}" for name, reads in groups if reads)
+    return tuple(f"{prefix}_{name}" for name, terms in groups if terms)
 
 
 def _sums(prefix: str, kind: Literal["clear", "sum"], meaning: Semantics) -> tuple[Launch, ...]:

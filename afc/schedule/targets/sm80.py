@@ -125,12 +125,12 @@ def section_heads(head_qk: int, head_v: int) -> int:
     return max(1, L2_BYTES // (TYPICAL_ROWS * (head_qk + head_v) * 2))
 
 
-def row_tile(columns: int, blocks: int, reads: int) -> int:
-    """Rows of a block of the kernel that differentiates `blocks` row blocks with `reads` reads of captured
-    tensors."""
-    return next((r for r in ROW_TILES if row_bytes(r, columns, blocks, reads) <= ROW_SHARED_BYTES), 4)
+def row_tile(columns: int, blocks: int, terms: int) -> int:
+    """Rows of a block of the kernel that differentiates `blocks` row blocks, with `terms` terms of a row for
+    gradients of captured tensors."""
+    return next((r for r in ROW_TILES if row_bytes(r, columns, blocks, terms) <= ROW_SHARED_BYTES), 4)
 
 
-def row_bytes(rows: int, columns: int, blocks: int, reads: int) -> int:
-    """The row ahead of each row block, its gradient, a term for each read and column; sums over the rows."""
-    return 4 * (rows * (blocks + 1) * (columns + 4) + (rows + 1) * reads * columns)
+def row_bytes(rows: int, columns: int, blocks: int, terms: int) -> int:
+    """The row ahead of each row block, its gradient, and its terms; the sums of terms over the rows."""
+    return 4 * (rows * (blocks + 1) * (columns + 4) + (rows + 1) * terms)
