@@ -12,7 +12,7 @@ from afc.ir.rotation import Dependence, dependence
 from afc.ir.tiled import Launch, LaunchPlan, TiledKernel
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
-from afc.render.shares import has_places, row_reads_of, row_texts, score_reads, shares, widths
+from afc.render.shares import row_reads_of, row_texts, score_reads, shares, widths
 from afc.render.sm80_context import (
     BackwardContext,
     CapturedContext,
@@ -301,7 +301,7 @@ class _Unit:
             len(group.reads),
             group.reads,
             any(r.kind != "row" for r in walks),
-            has_places(walks),
+            any(r.placed for r in walks),
         )
 
     def _section(self) -> int:

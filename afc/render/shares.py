@@ -11,7 +11,7 @@ from afc.ir.program import Program
 from afc.ir.tiled import Semantics
 from afc.render.blocks import BlockText, CapturedText, RowReadText, RowText
 from afc.render.sm80_context import SharedGradient, SharesContext, SumRead
-from afc.schedule.captured import PLACED, axis, column_sum, score_sum
+from afc.schedule.captured import Sum, axis, column_sum, score_sum
 from afc.schedule.common import value
 from afc.schedule.sm80 import row_steps
 
@@ -53,8 +53,8 @@ def score_reads(
     slots = [g.slot for g in gradients]
     reads: list[SumRead] = []
     for index, text in enumerate(texts):
-        unique = _one_to_one(text.slot, text.load, ("n", "j"), "args.M", "args.N")
         kind = "row" if text.extra else score_sum(text.load)
+        unique = _one_to_one(text.slot, text.load, kind, ("n", "j"), "args.N")
         place = slots.index(text.slot)
         reads.append(SumRead(index, place, kind, text.offset, unique, attn(text.load), text.extra))
     return gradients, tuple(reads)
@@ -71,8 +71,8 @@ def row_reads_of(
     start = 0
     for text, width in zip(texts, widths, strict=True):
         for read in text.reads:
-            unique = _one_to_one(read.slot, read.load, ("c",), "args.M", str(width))
             kind = column_sum(read.load)
+            unique = _one_to_one(read.slot, read.load, kind, ("c",), str(width))
             place = slots.index(read.slot)
             reads.append(
                 SumRead(
@@ -94,15 +94,20 @@ def row_texts(blocks: BlockText, operand: str) -> tuple[RowText, ...]:
     return {"q": blocks.q_rows, "k": blocks.k_rows, "o": blocks.outputs}[operand]
 
 
-def has_places(reads: Sequence[SumRead]) -> bool:
-    """Whether a walk over scores needs the place of each."""
-    return any(r.kind in PLACED for r in reads)
-
-
-def _one_to_one(slot: int, load: Load, columns: tuple[str, ...], rows: str, width: str) -> str:
+def _one_to_one(slot: int, load: Load, kind: Sum, columns: tuple[str, ...], width: str) -> str:
+    """C condition that rows, columns or both of a tile name elements of their own, as `kind` has it."""
     tensor = f"args.grad_captured[{slot}]"
-    row, column = axis(load, "m", "i"), axis(load, *columns)
-    return f"one_to_one({tensor}, {row}, {rows}) && one_to_one({tensor}, {column}, {width})"
+    row = f"one_to_one({tensor}, {axis(load, 'm', 'i')}, args.M)"
+    column = f"one_to_one({tensor}, {axis(load, *columns)}, {width})"
+    match kind:
+        case "each":
+            return f"{row} && {column}"
+        case "gather in rows":
+            return row
+        case "gather in columns":
+            return column
+        case _:
+            return "false"
 
 
 def _gradients(

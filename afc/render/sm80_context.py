@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from afc.render.tables import TableIndex
-from afc.schedule.captured import Sum
+from afc.schedule.captured import PLACED, Sum
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class SumRead:
     """A read of a captured tensor whose gradient a kernel sums.
 
     `index`: in `gradients[...]` of the unit's functions; `gradient`: in the kernel's targets; `kind`: see
-    `score_sum` and `column_sum`; `offset`: C expression of its place; `one_to_one`: C condition that no two
-    elements of a tile have one place, for kind `each`. Of a row or output block, its terms are `width`
+    `score_sum` and `column_sum`; `offset`: C expression of its place; `one_to_one`: C condition that what the
+    kind takes for dimensions is not broadcast. Of a row or output block, its terms are `width`
     columns from `start` on.
     """
 
@@ -105,6 +105,11 @@ class SumRead:
     extra: bool = False
     start: int = 0
     width: int = 0
+
+    @property
+    def placed(self) -> bool:
+        """Whether a walk over scores needs the place of each."""
+        return self.kind in PLACED
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from afc.expr.nodes import Expr, Load, Op, Type, Var, rewrite, variables, walk
 
-Sum = Literal["row", "column", "diagonal", "each", "gather"]
-PLACED = frozenset({"each", "gather"})  # what needs the place of each score
+Sum = Literal["row", "column", "diagonal", "each", "gather", "gather in rows", "gather in columns"]
+# What needs the place of each score.
+PLACED = frozenset({"each", "gather", "gather in rows", "gather in columns"})
 
 
 def axis(load: Load, *indices: str) -> int:
@@ -19,7 +20,8 @@ def axis(load: Load, *indices: str) -> int:
 
 def score_sum(load: Load) -> Sum:
     """`row`: a query's scores read one element; `column`: a key's; `diagonal`: those of one difference of
-    positions; `each`: every score reads its own, as query and key are dimensions; `gather`: anything else.
+    positions; `each`: every score reads its own, as query and key are dimensions; `gather`: anything else, `in
+    rows` or `in columns` where the query or the key is a dimension.
     """
     used = {name for index in load.indices for name in variables(index)}
     if not used & {"n", "j"}:
@@ -30,7 +32,11 @@ def score_sum(load: Load) -> Sum:
         return "each"
     rest = {name for index in load.indices for name in variables(rewrite(index, _difference))}
     nested = any(isinstance(e, Load) for index in load.indices for e in walk(index))
-    return "gather" if nested or rest & {"m", "n", "i", "j"} else "diagonal"
+    if not nested and not rest & {"m", "n", "i", "j"}:
+        return "diagonal"
+    if axis(load, "m", "i") >= 0:
+        return "gather in rows"
+    return "gather in columns" if axis(load, "n", "j") >= 0 else "gather"
 
 
 def column_sum(load: Load) -> Sum:

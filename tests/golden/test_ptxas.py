@@ -32,7 +32,16 @@ MATRIX = (
     ("axial_vit", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
     ("llama_tables", (128,), ("sm_80", "sm_86"), ("bfloat16",)),
     ("speculative", (64,), ("sm_80", "sm_86"), ("float16",)),
+    # Gradients of captured tensors in every form, row blocks, output blocks.
+    ("swin", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("t5_decoder", (64, 128, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("forgetting", (64, 128), ("sm_86", "compute_86:sm_90"), ("float16",)),
+    ("deberta", (128,), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("qwen3", (128,), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("qwen3_next", (64, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("headwise_norm", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
 )
+SUMMING = ("captured", "output", "postprocess")
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +74,15 @@ def test_no_spill_no_stack(
 def test_shared_memory_fits_the_smallest_gpu_of_the_family() -> None:
     from afc.api import units
 
-    for name in ("llama", "causal", "gptj"):
+    for name in ("llama", "causal", "gptj", "deberta", "qwen3_next", "headwise_norm", "swin"):
         for d in (16, 32, 64, 96, 128, 160, 192, 256):
             for unit in units(
                 check_file(EXAMPLES / f"{name}.attn"),
                 Options(("cuda",), ((d, d),)) if d >= 32 or name != "gptj" else Options(("cuda",)),
             ):
                 for launch in unit.plan.launches:
-                    assert launch.kernel.binding.shared_bytes <= SHARED_BYTES, (name, d, launch.kernel.name)
+                    own = (
+                        1536 if launch.kernel.kind in SUMMING else 0
+                    )  # more static shared memory than others
+                    bytes_ = launch.kernel.binding.shared_bytes + own
+                    assert bytes_ <= SHARED_BYTES, (name, d, launch.kernel.name)

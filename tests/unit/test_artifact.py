@@ -191,7 +191,7 @@ def test_two_modules_of_one_name_give_their_own_kernels(
     assert one.__name__ == two.__name__ == "kernel" and one is not two
     assert Call()(one) == [2.5, 4.5, 6.5] and Call()(two) == [5.5, 10.5, 15.5]
     assert json.loads(one._afc_metadata) == {"source": '"é??/2.0'} != json.loads(two._afc_metadata)
-    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 2
+    assert one._afc_entries == ['{"target": "cpu"}'] and one._afc_abi_version == 3
     assert plain_runtime == [one, two]
 
 
@@ -408,7 +408,7 @@ def test_use_from_c_without_python(tmp_path: Path, cache: Cache, toolchain: Tool
     good, reserved, size = done.stdout.splitlines()
     assert good == "affine 0 6 []"
     assert reserved == "1 num_splits: not supported by this module, must be zero"
-    assert size.startswith("1 args: expected call interface 2 of ") and size.endswith(
+    assert size.startswith("1 args: expected call interface 3 of ") and size.endswith(
         "got version 2 of 8 bytes"
     )
 
