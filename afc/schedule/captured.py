@@ -20,8 +20,8 @@ def axis(load: Load, *indices: str) -> int:
 
 def score_sum(load: Load) -> Sum:
     """`row`: a query's scores read one element; `column`: a key's; `diagonal`: those of one difference of
-    positions; `each`: every score reads its own, as query and key are dimensions; `gather`: anything else, `in
-    rows` or `in columns` where the query or the key is a dimension.
+    positions; `each`: every score reads its own, as query and key are dimensions; `gather`: anything else,
+    `in rows` or `in columns` where the query or the key is a dimension.
     """
     used = {name for index in load.indices for name in variables(index)}
     if not used & {"n", "j"}:
