@@ -112,7 +112,8 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
 def _unit(program: Program, backend: str, storage: str, options: Options) -> Unit:
     plan = schedule(program, TARGET_OF[backend], storage)
     if not options.backward:
-        plan = replace(plan, backward=(), buffers=tuple(b for b in plan.buffers if "forward" in b.passes))
+        buffers = tuple(b for b in plan.buffers if "forward" in b.passes)
+        plan = replace(plan, backward=(), deterministic_backward=(), buffers=buffers)
     symbol = f"{program.name}_{backend}_{storage}_{plan.semantics.head_qk}_{plan.semantics.head_v}"
     if backend == "cpu":
         return Unit(program, plan, backend, symbol, render_cpu(program, plan, symbol), None)

@@ -368,7 +368,11 @@ def _plan(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> list
             lines.append(f"    {title}, workspace {_total(buffers, sizes)} bytes:")
         lines += [f"      {n}. {_launch(x, length, sizes)}" for n, x in enumerate(launches, 1)]
     if plan.backward:
-        how = "the same bits each time" if plan.deterministic else "dQ is added in no fixed order"
+        how = "the same bits each time" if plan.ordered else "dQ is added in no fixed order"
+        if plan.deterministic_backward:
+            how += "; with `deterministic`, in one: " + ", ".join(
+                x.kernel.name for x in plan.deterministic_backward if x.kernel.kind == "backward"
+            )
         lines.append(f"    gradients: {how}")
     return lines + _runs(plan, length, values)
 

@@ -100,13 +100,16 @@ def print_plan(plan: LaunchPlan, stage: str = "plan") -> str:
     )
     lines += _mask(s.mask)
     lines += [_buffer(b) for b in plan.buffers]
-    for name, launches in (("forward", plan.forward), ("backward", plan.backward)):
+    passes = [("forward", plan.forward), ("backward", plan.backward)]
+    if plan.deterministic_backward:
+        passes.append(("backward, deterministic", plan.deterministic_backward))
+    for name, launches in passes:
         lines.append(f"  {name}:")
         for launch in launches:
             lines += _launch(launch, stage == "tiled")
     lines.append(
         f"  saved: {', '.join(plan.saved)}; "
-        f"{'deterministic' if plan.deterministic else 'dQ is added in no fixed order'}"
+        f"{'deterministic' if plan.ordered else 'dQ is added in no fixed order'}"
     )
     return "\n".join(lines) + "\n"
 

@@ -395,7 +395,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything one attention needs at one (Dqk, Dv, dtype, target)."""
+    """Everything one attention needs at one (Dqk, Dv, dtype, target).
+
+    `deterministic_backward`: what runs instead of `backward` where gradients must have the same bits each
+    time, and `backward` does not see to it. A kernel of the same name is the same code.
+    """
 
     name: str
     target: str
@@ -404,14 +408,20 @@ class LaunchPlan:
     backward: tuple[Launch, ...]
     buffers: tuple[Buffer, ...]
     saved: tuple[Operand, ...] = ("q", "k", "v", "o", "lse")
+    deterministic_backward: tuple[Launch, ...] = ()
 
     @property
-    def deterministic(self) -> bool:
+    def ordered(self) -> bool:
         """Whether no kernel adds results of several work items in memory."""
         ops = [op for x in self.launches for op in (*x.kernel.prologue, *x.kernel.body, *x.kernel.epilogue)]
         return not any(isinstance(op, Store) and op.add for op in ops)
 
     @property
+    def deterministic(self) -> bool:
+        """Whether gradients can be had with the same bits each time."""
+        return self.ordered or bool(self.deterministic_backward)
+
+    @property
     def launches(self) -> tuple[Launch, ...]:
-        """All kernels, forward first."""
+        """All kernels of the usual passes, forward first."""
         return (*self.forward, *self.backward)

@@ -86,9 +86,16 @@ def run_forward(plan: LaunchPlan, call: Call) -> Result:
 
 
 def run_backward(
-    plan: LaunchPlan, call: Call, result: Result, do: Array, dlse: Array | None = None
+    plan: LaunchPlan,
+    call: Call,
+    result: Result,
+    do: Array,
+    dlse: Array | None = None,
+    deterministic: bool = False,
 ) -> Gradients:
-    """Gradients, by the plan's backward kernels. `result` is the forward's."""
+    """Gradients, by the plan's backward kernels, or by those of its deterministic form. `result` is the
+    forward's.
+    """
     memory = _memory(plan, call)
     storage = plan.semantics.storage
     b, h, m, d = call.q.shape
@@ -107,7 +114,7 @@ def run_backward(
         "dv": call.without_unread(np.full(call.v.shape, np.nan)),
     }
     memory.captured = {name: np.zeros(np.shape(call.tensors[name])) for name in plan.semantics.learned}
-    _run(plan.backward, memory)
+    _run(plan.deterministic_backward if deterministic else plan.backward, memory)
     return Gradients(memory.tensors["dq"], memory.tensors["dk"], memory.tensors["dv"], memory.captured)
 
 

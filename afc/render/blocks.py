@@ -10,7 +10,8 @@ target.
     captured_extra_gradients        the same for a row's extra term
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
-    key_run, query_run              runs of indices from the bounds of the mask, or from that test
+    key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
+                                    of a batch entry, with its places, and up to its last key
     row_<q|k>_<n>, …_gradient       a row block and its derivative, in place; row_<q|k>_<n>_offset_<m>: where
                                     what it reads lies in its gradient
     output_<n>, …                   the same of an output block
@@ -165,7 +166,8 @@ TABLE_LIMIT = 512
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between targets in the text of blocks: float literals, constant tables, rows.
+    """What differs between targets in the text of blocks: float literals, constant tables, rows, and where
+    the places of a batch entry come from.
 
     A row is one thread's, or that of several lanes of a warp: each takes some of the columns, and they add up
     their parts of a mean.
@@ -176,6 +178,7 @@ class Dialect:
     columns: str  # head of a loop over the columns of a row, of their number
     mean: str  # a mean from the sum of a thread's columns, of both and their number
     sums: tuple[str, str]  # type of the sums of what a row block reads, and how a column's term gets there
+    places: str = ""  # parameter that has the origins and the number of keys of a batch entry; empty: `args`
 
 
 CPU = Dialect(
@@ -191,6 +194,7 @@ CUDA = Dialect(
     "for (int c = tile::row_lane(); c < {0}; c += tile::ROW_LANES)",
     "{0} = tile::row_sum({0}) / Real({1});",
     ("Real", "="),
+    "const tile::Places &places",
 )
 
 
@@ -296,6 +300,8 @@ class _Writer:
         sizes = _captured_sizes(program)
         self.dimensions = {**DIMENSION_TEXT, **{name: f"int({text})" for name, text in sizes.items()}}
         self.bound_names = {**BOUND_TEXT, **sizes}
+        if dialect.places:
+            self.bound_names |= {name: f"places.{name}" for name in ("q_origin", "k_origin")}
         scalars = {p.name: POSITION for p in program.scalars if p.type is Type.INT}
         ranges = {**RANGES, **dict.fromkeys(sizes, SIZE), **scalars}
         self.printer = Cpp("Real", dialect.suffix, self.dimensions, ranges, self.slots)
@@ -645,10 +651,12 @@ class _Writer:
             ("key_run", "m", "k", self._key_limit),
             ("query_run", "n", "q", self._query_limit),
         ):
-            size = "N" if other == "k" else "M"
+            length = "args.N" if other == "k" else "args.M"
+            if other == "k" and self.dialect.places:
+                length = "places.keys"
             parts = []
             for bounds in plan.conjunctions:
-                lines = [f"Limits limits(args.{other}_origin, args.{size});"]
+                lines = [f"Limits limits({self.bound_names[f'{other}_origin']}, {length});"]
                 lines += [f"limits.{limit(b)};" for b in bounds]
                 parts.append(lines)
             head = self._positions(own) if any(plan.conjunctions) else []
@@ -657,7 +665,8 @@ class _Writer:
                 if own == "m"
                 else "Queries that see keys n_first..n_last."
             )
-            parameters = f"const afc_args &args, int {own}_first, int {own}_last"
+            own_places = f"{self.dialect.places}, " if self.dialect.places else ""
+            parameters = f"const afc_args &args, {own_places}int {own}_first, int {own}_last"
             if not several:
                 result = "Run"
                 lines = [*head, *parts[0], f"return limits.run({elements});"]
@@ -667,7 +676,7 @@ class _Writer:
                 for part in parts:
                     inner = "\n    ".join([*part, f"runs.add(limits.run({elements}));"])
                     lines.append(f"{{\n    {inner}\n  }}")
-                lines.append(f"runs.merge(grid, int(args.{size}));")
+                lines.append(f"runs.merge(grid, int({length}));")
                 what += " No two runs touch one tile of `grid`."
             body = "\n  ".join(lines)
             self.parts.append(f"// {what}\nAFC_FN {result} {name}({parameters}) {{\n  {body}\n}}")
@@ -675,9 +684,9 @@ class _Writer:
     def _positions(self, own: str) -> list[str]:
         """First and last position of a range, and of the steps that bounds count."""
         position, origin = ("i", "q_origin") if own == "m" else ("j", "k_origin")
+        start = self.bound_names[origin]
         return [
-            f"const int64_t {position}_first = {own}_first + args.{origin}, "
-            f"{position}_last = {own}_last + args.{origin};"
+            f"const int64_t {position}_first = {own}_first + {start}, {position}_last = {own}_last + {start};"
         ]
 
     def _key_limit(self, bound: Bound) -> str:

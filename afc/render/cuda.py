@@ -8,8 +8,8 @@ from typing import Any
 
 from afc.expr.nodes import Const
 from afc.ir.program import Program, Rotation, RowStep, Transform
-from afc.ir.rotation import Dependence, dependence
-from afc.ir.tiled import Launch, LaunchPlan, TiledKernel
+from afc.ir.rotation import dependence
+from afc.ir.tiled import Buffer, Launch, LaunchPlan, Semantics, TiledKernel
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.launch_context import BufferRow, KernelRow, LaunchContext, LaunchRow, PassRow
 from afc.render.shares import row_reads_of, row_texts, score_reads, shares, widths
@@ -21,6 +21,7 @@ from afc.render.sm80_context import (
     PostprocessContext,
     PreludeContext,
     PreprocessContext,
+    QueryGradientContext,
     RotateContext,
     RotateOperand,
     RotationContext,
@@ -33,7 +34,6 @@ from afc.render.sm80_context import (
     TransformContext,
     TransformOperand,
 )
-from afc.render.tables import table_index
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.common import table_part, table_width
 from afc.schedule.sm80 import float_rows, in_registers
@@ -69,6 +69,7 @@ class _Unit:
         head = max(self.semantics.head_qk, self.semantics.head_v)
         self.front = next(t for t in sm80.FORWARD if head <= t.head_max)
         self.back = next(t for t in sm80.BACKWARD if head <= t.head_max)
+        self.ordered = next(t for t in sm80.QUERY_GRADIENT if head <= t.head_max)
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
@@ -105,9 +106,20 @@ class _Unit:
         return "\n".join(parts)
 
     def kernels(self) -> list[tuple[str, Any]]:
-        """(template, context) of every kernel, in launch order."""
-        passes = [("forward", self.plan.forward), ("backward", self.plan.backward)]
-        return [self._kernel(which, launch.kernel) for which, launches in passes for launch in launches]
+        """(template, context) of every kernel, in launch order; the deterministic form's own comes last."""
+        forward = {x.kernel.name for x in self.plan.forward}
+        return [
+            self._kernel("forward" if name in forward else "backward", launch.kernel)
+            for name, launch in self._launched().items()
+        ]
+
+    def _launched(self) -> dict[str, Launch]:
+        """One launch of every kernel, by name."""
+        launches = (*self.plan.launches, *self.plan.deterministic_backward)
+        found: dict[str, Launch] = {}
+        for launch in launches:
+            found.setdefault(launch.kernel.name, launch)
+        return found
 
     def _kernel(self, which: str, kernel: TiledKernel) -> tuple[str, Any]:
         """(template, context) of one kernel of a pass."""
@@ -121,6 +133,8 @@ class _Unit:
                 return "forward", self._forward()
             case "preprocess":
                 return "preprocess", self._preprocess()
+            case "backward" if kernel.stationary == "queries":
+                return "backward_queries", self._query_gradient()
             case "backward":
                 return "backward", self._backward()
             case "postprocess" if group is None:
@@ -164,7 +178,7 @@ class _Unit:
         self, operand: str, rotations: tuple[Rotation, ...], texts: tuple[RotationText, ...]
     ) -> tuple[RotationContext, ...]:
         made, offset = [], 0
-        tables = table_index(rotations, "Hq" if operand == "q" else "Hk", "heads")
+        reads = dependence(rotations)
         for index, (rotation, text) in enumerate(zip(rotations, texts, strict=True)):
             assert isinstance(rotation.first, Const) and isinstance(rotation.width, Const)
             first, width = int(rotation.first.value), int(rotation.width.value)
@@ -185,9 +199,12 @@ class _Unit:
                     table_stride=table_width(rotations),
                     table_offset=offset,
                     in_registers=in_registers(rotation, self.back.column_warps),
+                    tensor=operand,
                     rows="M" if operand == "q" else "N",
+                    heads="Hq" if operand == "q" else "Hk",
                     plain=text.plain,
-                    index=tables,
+                    by_batch=reads.batch,
+                    by_head=reads.head,
                 )
             )
             offset += table_part(rotation)
@@ -197,19 +214,14 @@ class _Unit:
         rotations = self.q_rotations if name == "q" else self.k_rotations
         if not rotations or not (table or rows):
             return None
-        length, heads = ("M", "Hq") if name == "q" else ("N", "Hk")
-        steps = self.semantics.q_rotations if name == "q" else self.semantics.k_rotations
         return RotateOperand(
             name,
-            length,
-            heads,
+            rotations[0].rows,
             self.semantics.head_qk,
             rotations,
             table,
             self.buffer[f"{name}_rotated"] if rows else None,
             _untouched(rotations, self.semantics.head_qk),
-            rotations[0].index,
-            _members(dependence(steps)),
         )
 
     def _rotate(self, which: str) -> RotateContext:
@@ -271,6 +283,7 @@ class _Unit:
             kernel.binding.shared_bytes,
             _f(s.gradient_scale),
             self.buffer[sums],
+            sm80.padded(s.head_qk, self.back.column_warps),
             s.has_sum,
             tuple(x for x in steps if x.state + (x.rotation is None) < states),
             tuple(reversed(steps)),
@@ -283,25 +296,25 @@ class _Unit:
     def _captured(self, kernel: TiledKernel, group: _Group) -> CapturedContext:
         s, walks = self.semantics, [r for r in group.reads if not r.extra]
         return CapturedContext(
-            kernel.name,
-            s.head_qk,
-            s.head_v,
-            kernel.tile.queries,
-            kernel.tile.keys,
-            kernel.binding.shared_bytes,
-            _f(s.softmax_scale * LOG2_E),
-            self.blocks.has_score,
-            self.blocks.has_mask,
-            len(s.mask.alternatives),
-            self.buffer.get("q_rotated"),
-            self.buffer.get("k_rotated"),
-            self.buffer["row_terms"],
-            group.gradients,
-            group.shares.buffer,
-            len(group.reads),
-            group.reads,
-            any(r.kind != "row" for r in walks),
-            any(r.placed for r in walks),
+            name=kernel.name,
+            **_head_sizes(s, 1),
+            tile_m=kernel.tile.queries,
+            tile_n=kernel.tile.keys,
+            shared_bytes=kernel.binding.shared_bytes,
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            pointwise=not s.has_sum,
+            has_score=self.blocks.has_score,
+            has_mask=self.blocks.has_mask,
+            alternatives=len(s.mask.alternatives),
+            q_buffer=self.buffer.get("q_rotated"),
+            k_buffer=self.buffer.get("k_rotated"),
+            terms_buffer=self.buffer.get("row_terms"),
+            gradients=group.gradients,
+            buffer=group.shares.buffer,
+            all_reads=len(group.reads),
+            reads=group.reads,
+            values=any(r.kind != "row" for r in walks),
+            places=any(r.placed for r in walks),
         )
 
     def _section(self) -> int:
@@ -315,8 +328,7 @@ class _Unit:
         s, t = self.semantics, self.front
         return ForwardContext(
             name=f"{self.prefix}_forward",
-            d_qk=s.head_qk,
-            d_v=s.head_v,
+            **_head_sizes(s, 1),
             tile_m=t.queries,
             tile_n=t.keys,
             warps=t.warps,
@@ -327,8 +339,11 @@ class _Unit:
             shared_bytes=t.shared_bytes(s.head_qk, s.head_v, bool(s.output_steps)),
             softmax_scale=_f(s.softmax_scale),
             scale_log2=_f(s.softmax_scale * LOG2_E),
+            pointwise=not s.has_sum,
+            removed="-tile::INFINITE" if s.has_sum else "0.0f",
             has_score=self.blocks.has_score,
             has_mask=self.blocks.has_mask,
+            has_extra=self.blocks.has_extra,
             alternatives=len(s.mask.alternatives),
             scores_finite=s.scores_finite,
             q_rotations=() if self.blocks.q_rows else self.q_rotations,
@@ -341,10 +356,11 @@ class _Unit:
         s = self.semantics
         return PreprocessContext(
             f"{self.prefix}_preprocess",
-            s.head_qk,
+            sm80.padded(s.head_qk, self.back.column_warps),
             s.head_v,
             sm80.PREPROCESS_ROWS,
-            self.buffer["row_terms"],
+            not s.has_sum,
+            self.buffer.get("row_terms"),
             self.buffer["dq_sum"],
         )
 
@@ -352,8 +368,7 @@ class _Unit:
         s, t = self.semantics, self.back
         return BackwardContext(
             name=f"{self.prefix}_backward",
-            d_qk=s.head_qk,
-            d_v=s.head_v,
+            **_head_sizes(s, t.column_warps),
             tile_m=t.queries,
             tile_n=t.keys,
             key_warps=t.key_warps,
@@ -365,9 +380,10 @@ class _Unit:
             min_blocks=t.min_blocks,
             section=self._section(),
             descending=not self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t)),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, float_rows(s, t), s.has_sum),
             scale_log2=_f(s.softmax_scale * LOG2_E),
             gradient_scale=_f(s.gradient_scale),
+            pointwise=not s.has_sum,
             has_score=self.blocks.has_score,
             has_score_gradient=self.blocks.has_score_gradient,
             has_mask=self.blocks.has_mask,
@@ -375,21 +391,51 @@ class _Unit:
             scores_finite=s.scores_finite,
             q_buffer=self.buffer.get("q_rotated"),
             k_buffer=self.buffer.get("k_rotated"),
-            terms_buffer=self.buffer["row_terms"],
+            terms_buffer=self.buffer.get("row_terms"),
             dq_buffer=self.buffer["dq_sum"],
             dk_buffer=self.buffer["dk_sum"] if self.blocks.k_rows else None,
             needs_float_rows=float_rows(s, t),
             k_rotations=self.k_rotations,
         )
 
+    def _query_gradient(self) -> QueryGradientContext:
+        s, t = self.semantics, self.ordered
+        return QueryGradientContext(
+            name=f"{self.prefix}_backward_queries",
+            **_head_sizes(s, 1),
+            tile_m=t.queries,
+            tile_n=t.keys,
+            warps=t.warps,
+            min_blocks=t.min_blocks,
+            section=self._section(),
+            descending=self._descending(),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            gradient_scale=_f(s.gradient_scale),
+            pointwise=not s.has_sum,
+            has_score=self.blocks.has_score,
+            has_score_gradient=self.blocks.has_score_gradient,
+            has_mask=self.blocks.has_mask,
+            alternatives=len(s.mask.alternatives),
+            scores_finite=s.scores_finite,
+            q_buffer=self.buffer.get("q_rotated"),
+            k_buffer=self.buffer.get("k_rotated"),
+            terms_buffer=self.buffer.get("row_terms"),
+            q_rotations=self.q_rotations,
+            dq_buffer=self.buffer["dq_sum"] if self.blocks.q_rows else None,
+            sum_columns=sm80.padded(s.head_qk, self.back.column_warps),
+        )
+
     def _postprocess(self) -> PostprocessContext:
         s, rows = self.semantics, sm80.POSTPROCESS_ROWS
+        columns = sm80.padded(s.head_qk, self.back.column_warps)
         return PostprocessContext(
             f"{self.prefix}_postprocess",
+            columns,
             s.head_qk,
             rows,
             sm80.POSTPROCESS_THREADS,
-            4 * rows * (s.head_qk + 4),
+            4 * rows * (columns + 4),
             _f(s.gradient_scale),
             self.buffer["dq_sum"],
             self.q_rotations,
@@ -400,11 +446,12 @@ class _Unit:
     def host_text(self) -> str:
         """Launch code of both passes."""
         s = self.semantics
-        kernels = [self._kernel_row(launch) for launch in self.plan.launches]
-        passes = []
-        for name, launches in (("forward", self.plan.forward), ("backward", self.plan.backward)):
-            if launches:
-                passes.append(PassRow(name, tuple(map(self._launch_row, launches))))
+        plan = self.plan
+        kernels = [self._kernel_row(launch) for launch in self._launched().values()]
+        passes = [PassRow("forward", tuple(map(self._launch_row, plan.forward)))]
+        if plan.backward:
+            other = tuple(map(self._launch_row, plan.deterministic_backward))
+            passes.append(PassRow("backward", tuple(map(self._launch_row, plan.backward)), other))
         context = LaunchContext(
             provenance(self.program, self.plan, "host code: launches the kernels in order"),
             self.symbol,
@@ -425,7 +472,7 @@ class _Unit:
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
         rows = [
-            BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], size_text(b.count))
+            BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], self._count(b))
             for n, b in enumerate(self.plan.buffers)
         ]
         for name, group in self.groups.items():
@@ -451,6 +498,14 @@ class _Unit:
             then = "d_raw"
         return LaunchRow(_constant(name), x, y, then)
 
+    def _count(self, buffer: Buffer) -> str:
+        """Values of a buffer; with an origin for each batch entry there are more tables than planned."""
+        operand, _, kind = buffer.name.partition("_")
+        count = size_text(buffer.count)
+        if kind != "table" or (self.q_rotations if operand == "q" else self.k_rotations)[0].by_batch:
+            return count
+        return f"(args.{operand}_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * ({count})"
+
     def _kernel_row(self, launch: Launch) -> KernelRow:
         binding = launch.kernel.binding
         return KernelRow(
@@ -462,25 +517,25 @@ def _print(template: str, context: Any) -> str:
     return render("sm80", f"{template}.cu.j2", **{f.name: getattr(context, f.name) for f in fields(context)})
 
 
+def _head_sizes(meaning: Semantics, warps: int) -> dict[str, Any]:
+    """Head sizes of a context, filled up for `warps` along the columns."""
+    d_qk, d_v = (sm80.padded(head, warps) for head in (meaning.head_qk, meaning.head_v))
+    return {
+        "d_qk": d_qk,
+        "d_v": d_v,
+        "head_qk": meaning.head_qk,
+        "head_v": meaning.head_v,
+        "valid_qk": "" if d_qk == meaning.head_qk else f", {meaning.head_qk}",
+        "valid_v": "" if d_v == meaning.head_v else f", {meaning.head_v}",
+    }
+
+
 def _constant(kernel: str) -> str:
     return kernel.upper()
 
 
 def _f(value: float) -> str:
     return real_literal(value, "float")
-
-
-def _members(reads: Dependence) -> tuple[str, str, str]:
-    """(first, end, step) of the indices b * heads + h that the table of a batch entry or head serves."""
-    match reads.batch, reads.head:
-        case True, True:
-            return "table + part", "table + 1", "parts"
-        case True, False:
-            return "table * heads + part", "table * heads + heads", "parts"
-        case False, True:
-            return "table + part * heads", "batch_heads", "parts * heads"
-        case _:
-            return "part", "batch_heads", "parts"
 
 
 def _untouched(rotations: tuple[RotationContext, ...], columns: int) -> tuple[tuple[int, int], ...]:

@@ -58,10 +58,13 @@ class ScalarCheck:
 
 @dataclass(frozen=True)
 class PassRow:
-    """An entry function and its launches."""
+    """An entry function and its launches; `deterministic`: those instead where AFC_DETERMINISTIC is set, if
+    they are others.
+    """
 
     name: str
     launches: tuple[LaunchRow, ...]
+    deterministic: tuple[LaunchRow, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,13 @@ C literals of type float. Buffers are indices into `afc_args.buffer`; B, Hq, Hk,
 - row terms: float32 `[B, Hq, M, 2]`: log-sum-exp in units of log2 (+inf where a row is empty), and delta;
 - dQ sum: float32, `B * Hq * ceil(M / 16) * 16 * d_qk` in the order of accumulator fragments.
 
+Head sizes: `head_qk` and `head_v` are those of the tensors, multiples of 8; `d_qk` and `d_v` are what they
+are filled up to with zeros, and `valid_qk`, `valid_v` the last argument of a tile type that says so, or
+nothing.
+
+`pointwise`: weights without a sum over the keys, which have no softmax scale, no LSE and no row terms.
+Elements of a batch entry that lie beyond its keys are left out as those beyond N.
+
 Every buffer must be 16-byte aligned. `shared_bytes` is dynamic shared memory; beside it kernels declare up to
 64 bytes themselves (the rotate kernel: its coefficients), and up to 512 where they walk over several runs. So
 the opt-in attribute for the maximum dynamic size must always be set, not only above 48 KB; a limit of L bytes
@@ -23,7 +30,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from afc.render.tables import TableIndex
 from afc.schedule.captured import PLACED, Sum
 
 
@@ -35,8 +41,8 @@ class RotationContext:
     even. `in_registers` says that an accumulator can be rotated back without shared memory: `first` and the
     number of rotated columns are multiples of 8 and, for half-split pairs, `pairs` is a multiple of 8 and,
     with column_warps > 1, of `16 * column_warps`. `plain`: `function` takes (position, pair, c), else
-    (args, b, h, row, position, pair, c). `index`: the tables of the operand; None where all its rotations are
-    plain. Otherwise `coefficients` and `table` of the emitted type take batch and head as well.
+    (args, b, h, row, position, pair, c). `by_batch`, `by_head`: the operand has a table for each batch entry,
+    for each head; where batch entries have origins of their own, it has one for each of them in any case.
     """
 
     struct: str  # name of the emitted type, such as QRotation0
@@ -54,9 +60,12 @@ class RotationContext:
     table_stride: int
     table_offset: int
     in_registers: bool
+    tensor: str  # q or k
     rows: str  # M or N
+    heads: str  # Hq or Hk
     plain: bool
-    index: TableIndex | None
+    by_batch: bool
+    by_head: bool
 
 
 @dataclass(frozen=True)
@@ -144,11 +153,16 @@ class ForwardContext:
 
     `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v); with output
     blocks the last is 4 * tile_m * (d_v + 4). `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
+    `removed`: the score, or weight, of what the mask removes.
     """
 
     name: str
     d_qk: int
     d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
     tile_m: int
     tile_n: int
     warps: int
@@ -159,8 +173,11 @@ class ForwardContext:
     shared_bytes: int
     softmax_scale: str
     scale_log2: str
+    pointwise: bool
+    removed: str
     has_score: bool
     has_mask: bool
+    has_extra: bool
     alternatives: int  # runs that key_run merges; 0: it gives one run
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
@@ -171,24 +188,17 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class RotateOperand:
-    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns.
-
-    `members`: (first, end, step) of the indices b * heads + h that table `table` serves, of which a CTA
-    visits every `parts`-th from the `part`-th on; C expressions in `table, part, parts, heads, batch_heads`.
-    """
+    """What the rotate kernel does for q or k. The rotations of one operand must have disjoint columns."""
 
     tensor: str  # q or k
     rows: str  # M or N
-    heads: str  # Hq or Hk
-    columns: int  # d_qk
+    columns: int  # head_qk
     rotations: tuple[RotationContext, ...]
     write_table: bool
     rows_buffer: int | None  # where rotated rows go, or None: the table only
     copied_columns: tuple[
         tuple[int, int], ...
     ]  # (first, count) of the column ranges that no rotation touches
-    index: TableIndex | None  # None: one table
-    members: tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -215,9 +225,10 @@ class PreprocessContext:
 
     name: str
     d_qk: int
-    d_v: int
+    head_v: int
     tile_rows: int
-    terms_buffer: int
+    pointwise: bool
+    terms_buffer: int | None  # None where it is pointwise
     dq_buffer: int
 
 
@@ -231,12 +242,16 @@ class BackwardContext:
     With sum = 4 * tile_n * max(d_qk + 4, d_v) if `needs_float_rows`, else 4 * tile_n * max(d_qk, d_v) if
     query_warps > 1, else 0:
     `shared_bytes` = max(sum, 2 * (tile_n * (d_qk + d_v) + tile_m * (q_stages * d_qk + do_stages * d_v)
-    + tile_m * tile_n) + 16 * tile_m).
+    + tile_m * tile_n) + 16 * tile_m), the last term only if not `pointwise`.
     """
 
     name: str
     d_qk: int
     d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
     tile_m: int  # queries
     tile_n: int  # keys
     key_warps: int
@@ -251,6 +266,7 @@ class BackwardContext:
     shared_bytes: int
     scale_log2: str
     gradient_scale: str
+    pointwise: bool
     has_score: bool
     has_score_gradient: bool
     has_mask: bool
@@ -258,11 +274,49 @@ class BackwardContext:
     scores_finite: bool
     q_buffer: int | None  # rotated queries, or None: args.q
     k_buffer: int | None  # rotated keys, or None: args.k
-    terms_buffer: int
+    terms_buffer: int | None  # None where it is pointwise
     dq_buffer: int
     dk_buffer: int | None  # float32 rows of dK for a kernel behind this one, or None: args.dk
     needs_float_rows: bool
     k_rotations: tuple[RotationContext, ...]  # undone on dK, in reverse order
+
+
+@dataclass(frozen=True)
+class QueryGradientContext:
+    """`backward_queries.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`.
+
+    d_o as in BackwardContext. `shared_bytes` = max(2 * (tile_m + 2 * tile_n) * (d_qk + d_v),
+    4 * tile_m * (d_qk + 4)). `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
+    tile_m: int  # queries
+    tile_n: int  # keys
+    warps: int
+    min_blocks: int
+    section: int
+    descending: bool
+    shared_bytes: int
+    scale_log2: str
+    gradient_scale: str
+    pointwise: bool
+    has_score: bool
+    has_score_gradient: bool
+    has_mask: bool
+    alternatives: int
+    scores_finite: bool
+    q_buffer: int | None  # rotated queries, or None: args.q
+    k_buffer: int | None  # rotated keys, or None: args.k
+    terms_buffer: int | None  # None where it is pointwise
+    q_rotations: tuple[RotationContext, ...]  # undone on dQ, in reverse order
+    dq_buffer: int | None  # the dQ sum, for a kernel behind this one, or None: args.dq
+    sum_columns: int  # of a row of it
 
 
 @dataclass(frozen=True)
@@ -274,6 +328,7 @@ class PostprocessContext:
 
     name: str
     d_qk: int
+    head_qk: int
     tile_rows: int
     threads: int
     shared_bytes: int
@@ -326,6 +381,7 @@ class RowsBackContext:
     shared_bytes: int
     gradient_scale: str
     sum_buffer: int  # float32 dQ or dK; of the output: where the gradient goes
+    sum_columns: int  # of a row of float32 dQ or dK
     has_lse: bool
     forward: tuple[StepContext, ...]
     backward: tuple[StepContext, ...]
@@ -348,16 +404,21 @@ class CapturedContext:
     name: str
     d_qk: int
     d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
     tile_m: int
     tile_n: int
     shared_bytes: int
     scale_log2: str
+    pointwise: bool
     has_score: bool
     has_mask: bool
     alternatives: int
     q_buffer: int | None
     k_buffer: int | None
-    terms_buffer: int
+    terms_buffer: int | None
     gradients: tuple[SharedGradient, ...]
     buffer: int | None
     all_reads: int

@@ -243,7 +243,7 @@ def _docstring(info: AttentionInfo) -> str:
         "kv_len: number of keys, as the origins; later rows of k and v are never read. Then q_origin is by",
         "default k_origin + kv_len - M, which ends q where the keys end; else 0.",
         "return_lse: also return the natural-log LSE [B, H, M], differentiable.",
-        "deterministic: refuse kernels whose gradients depend on the order of additions.",
+        "deterministic: gradients with the same bits each time, or NotImplementedError.",
         "",
         f"Built for: {'; '.join(str(e) for e in info.entries)}.",
     ]

@@ -139,7 +139,7 @@ class TorchGlue:
             q, k, v = (_autocast(x) for x in (q, k, v))
         entry = self.check(q, k, v)
         captured = self.captured(q, k, v, options)
-        self.check_mode(entry, deterministic)
+        deterministic = self.check_mode(entry, deterministic)
         numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
         attention.check_lse(entry, return_lse)
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured))
@@ -227,11 +227,14 @@ class TorchGlue:
             for info, x in zip(infos, captured, strict=True)
         ]
 
-    def check_mode(self, entry: EntryInfo, deterministic: bool) -> None:
-        if (deterministic or torch.are_deterministic_algorithms_enabled()) and not entry.deterministic:
+    def check_mode(self, entry: EntryInfo, deterministic: bool) -> bool:
+        """Whether gradients must have the same bits each time. Raises NotImplementedError if they cannot."""
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        if deterministic and not entry.deterministic:
             raise NotImplementedError(
                 f"{self.name}: deterministic: the backward pass of {entry} adds dQ in no fixed order"
             )
+        return deterministic
 
     def numbers(
         self, entry: EntryInfo, q: Tensor, k: Tensor, scalars: list[int | float], places: tuple[Any, Any, Any]
@@ -276,11 +279,6 @@ class TorchGlue:
         """
         if value is None and name != "k_origin":
             return None
-        if entry.target == "cuda" and (isinstance(value, Tensor) or name == "kv_len"):
-            instead = "slice k and v, and give q_origin" if name == "kv_len" else "pass an int"
-            raise NotImplementedError(
-                f"{self.name}: {name}: {type(value).__name__} is not supported by GPU kernels yet; {instead}"
-            )
         if not isinstance(value, Tensor):
             if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
                 raise self.attention.fail(TypeError, name, "an int or an int tensor, 0-d or [B]", repr(value))
@@ -322,7 +320,8 @@ class TorchGlue:
             kinds = (s.type for s in self.attention.info.scalars)
             values = tuple(next(real if kind == "float" else whole) for kind in kinds)
         if kv_len != NO_KV_LEN:
-            per_batch = [*(per_batch[:2] or (None, None)), torch.full((b,), kv_len, dtype=torch.int64)]
+            lengths = torch.full((b,), kv_len, dtype=torch.int64, device=q.device)
+            per_batch = [*(per_batch[:2] or (None, None)), lengths]
         pointers = tuple(0 if x is None else x.data_ptr() for x in per_batch) if per_batch else ()
         device = -1
         if cuda:

@@ -43,10 +43,9 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
 
 
 def check_features(program: Program, name: str) -> None:
-    """Raises UsageError E0411 for what the target does not compute: normalizers other than the plain softmax,
-    row and output blocks, gradients of captured tensors.
+    """Raises UsageError E0411 for what the target does not compute: row and output blocks, gradients of
+    captured tensors.
     """
-    check_softmax(program, name)
     _check_steps(program, name)
     _check_captured(program, name)
 

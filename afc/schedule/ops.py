@@ -114,6 +114,11 @@ def output_captured(name: str, tile: Tile) -> TiledKernel:
     return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), (AddOutputs("dY", "O"),))
 
 
+def clear(name: str, tile: Tile) -> TiledKernel:
+    """Sets the float32 sum of dQ of a tile of queries to zero (a zeroed buffer of the plan)."""
+    return TiledKernel(name, "preprocess", "queries", tile, "any", (), None, (), ())
+
+
 def preprocess(name: str, tile: Tile) -> TiledKernel:
     """delta = rowsum(dO * O) - dLSE of a tile of queries."""
     return TiledKernel(
@@ -129,8 +134,18 @@ def preprocess(name: str, tile: Tile) -> TiledKernel:
     )
 
 
-def backward_queries(name: str, tile: Tile, gradient_scale: float, has_sum: bool = True) -> TiledKernel:
-    """dQ of a tile of queries: walks the keys, so nothing is added across work items."""
+def backward_queries(
+    name: str, tile: Tile, gradient_scale: float, has_sum: bool = True, raw_dq: bool = False
+) -> TiledKernel:
+    """dQ of a tile of queries: walks the keys, so nothing is added across work items. `raw_dq`: it stays in
+    float32, for a kernel behind this one.
+    """
+    dq: tuple[TileOp, ...] = (
+        Scale("dQ", gradient_scale),
+        RotateBack("dQ", "q"),
+        Round("dQ"),
+        Store("dQ", "dq"),
+    )
     return TiledKernel(
         name,
         "backward",
@@ -140,7 +155,7 @@ def backward_queries(name: str, tile: Tile, gradient_scale: float, has_sum: bool
         prologue=_rows(has_sum),
         walk=Walk("keys"),
         body=(*KEYS, *_recompute(has_sum), Matmul("dQ", "dS", "K", accumulate=True)),
-        epilogue=(Scale("dQ", gradient_scale), RotateBack("dQ", "q"), Round("dQ"), Store("dQ", "dq")),
+        epilogue=(Store("dQ", "dq_sum"),) if raw_dq else dq,
     )
 
 

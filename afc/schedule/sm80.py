@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule for the sm_80 family: one backward kernel that adds dQ in float32, between small kernels over
-rows.
+rows. In its deterministic form dQ has a kernel of its own.
 
 Row blocks act in a kernel of their own, on q and k in the workspace, and are differentiated in kernels over
 the rows of dQ and dK; output blocks act in the forward's epilogue and are differentiated ahead of everything
@@ -25,7 +25,6 @@ from afc.schedule import ops
 from afc.schedule.captured import PLACED, score_sum
 from afc.schedule.common import (
     check_heads,
-    check_softmax,
     check_storage,
     items,
     rotation_buffers,
@@ -41,7 +40,6 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     """The plan of a program on the sm_80 family. Raises UsageError E0405, E0406, E0409, E0410, E0411."""
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)
-    check_softmax(program, "cuda")
     meaning = semantics(program, storage, "float")
     for steps, rotations in (
         (meaning.q_steps, meaning.q_rotations),
@@ -52,62 +50,82 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     head = max(meaning.head_qk, meaning.head_v)
     front = next(t for t in sm80.FORWARD if head <= t.head_max)
     back = next(t for t in sm80.BACKWARD if head <= t.head_max)
-    scale, prefix = meaning.gradient_scale, program.name
+    ordered = next(t for t in sm80.QUERY_GRADIENT if head <= t.head_max)
+    scale, prefix, has_sum = meaning.gradient_scale, program.name, meaning.has_sum
     blocks = Blocks.of(meaning)
     forward = replace(
         ops.forward(
-            f"{prefix}_forward", Tile(front.queries, front.keys), has_output=bool(meaning.output_steps)
+            f"{prefix}_forward",
+            Tile(front.queries, front.keys),
+            has_sum=has_sum,
+            has_output=bool(meaning.output_steps),
         ),
         binding=_forward_binding(meaning, front),
     )
-    backward = replace(
-        ops.backward_keys(
-            f"{prefix}_backward",
-            Tile(back.queries, back.keys),
-            scale,
-            add_dq=True,
-            raw_dk=blocks.k > 0,
+
+    def over_keys(add_dq: bool, *before: Launch) -> Launch:
+        tile = Tile(back.queries, back.keys)
+        kernel = ops.backward_keys(f"{prefix}_backward", tile, scale, add_dq, has_sum, raw_dk=blocks.k > 0)
+        grid = (items(tiles("N", back.keys), "Hk", "B"), const(1))
+        return Launch(replace(kernel, binding=_backward_binding(meaning, back)), _names(before), grid)
+
+    rows = Tile(sm80.PREPROCESS_ROWS, 0)
+    outputs = _output(f"{prefix}_output", meaning)
+    pre = _over_queries(
+        _row_kernel(
+            (ops.preprocess if has_sum else ops.clear)(f"{prefix}_preprocess", rows), 8 * sm80.PREPROCESS_ROWS
         ),
-        binding=_backward_binding(meaning, back),
-    )
-    pre = _row_kernel(
-        ops.preprocess(f"{prefix}_preprocess", Tile(sm80.PREPROCESS_ROWS, 0)), 8 * sm80.PREPROCESS_ROWS
+        *(outputs if has_sum else ()),
     )
     post = _row_kernel(
         ops.postprocess(f"{prefix}_postprocess", Tile(sm80.POSTPROCESS_ROWS, 0), scale),
         sm80.POSTPROCESS_THREADS,
-        shared_bytes=4 * sm80.POSTPROCESS_ROWS * (meaning.head_qk + 4),
+        shared_bytes=4 * sm80.POSTPROCESS_ROWS * (sm80.padded(meaning.head_qk, back.column_warps) + 4),
     )
-    post_launch = Launch(
-        post, (backward.name,), (items(tiles("M", sm80.POSTPROCESS_ROWS), "H", "B"), const(1))
+    queries = replace(
+        ops.backward_queries(
+            f"{prefix}_backward_queries",
+            Tile(ordered.queries, ordered.keys),
+            scale,
+            has_sum,
+            raw_dq=blocks.q > 0,
+        ),
+        binding=_query_gradient_binding(meaning, ordered),
     )
-    if blocks.q:
-        post_launch = _rows_back(ops.postprocess, post.name, meaning, "q", backward.name)
     first = _before(prefix, "forward", meaning, blocks)
     again = _before(prefix, "backward", meaning, blocks)
-    outputs = _output(f"{prefix}_output", meaning)
+    terms = (pre,) if has_sum else ()
+    before = (*again, *outputs, *terms)
+    added = over_keys(True, *again, *outputs, pre)
+    apart, dq = over_keys(False, *before), _over_queries(queries, *before)
+
+    def behind(keys: Launch, of_q: Launch) -> tuple[Launch, ...]:
+        """What follows the kernels of dK, dV and dQ."""
+        steps_of_q: tuple[Launch, ...] = ()
+        if blocks.q:
+            steps_of_q = (_rows_back(ops.postprocess, post.name, meaning, "q", of_q.kernel.name),)
+        return (
+            *steps_of_q,
+            *_postprocess_keys(prefix, meaning, blocks, keys.kernel.name),
+            *_captured(prefix, meaning, head, *before),
+            *_sums(prefix, "sum", meaning),
+        )
+
+    clear = _sums(prefix, "clear", meaning)
+    add_up = () if blocks.q else (_over_queries(post, added),)
     return LaunchPlan(
         program.name,
         "sm80",
         meaning,
         forward=(*first, _over_queries(forward, *first)),
-        backward=(
-            *again,
-            *_sums(prefix, "clear", meaning),
-            *outputs,
-            _over_queries(pre, *outputs),
-            Launch(
-                backward,
-                (*(x.kernel.name for x in again), pre.name),
-                (items(tiles("N", back.keys), "Hk", "B"), const(1)),
-            ),
-            post_launch,
-            *_postprocess_keys(prefix, meaning, blocks, backward.name),
-            *_captured(prefix, meaning, head, *again, _over_queries(pre)),
-            *_sums(prefix, "sum", meaning),
-        ),
-        buffers=_buffers(meaning, blocks),
+        backward=(*again, *clear, *outputs, pre, added, *add_up, *behind(added, added)),
+        buffers=_buffers(meaning, blocks, back),
+        deterministic_backward=(*again, *clear, *outputs, *terms, apart, dq, *behind(apart, dq)),
     )
+
+
+def _names(launches: tuple[Launch, ...]) -> tuple[str, ...]:
+    return tuple(x.kernel.name for x in launches)
 
 
 @dataclass(frozen=True)
@@ -189,7 +207,7 @@ def _output(name: str, meaning: Semantics) -> tuple[Launch, ...]:
     terms = row_terms(steps)
     rows = sm80.row_tile(meaning.head_v, len(steps), terms)
     shared = sm80.row_bytes(rows, meaning.head_v, len(steps), terms)
-    kernel = ops.output(name, Tile(rows, 0), captured=terms > 0)
+    kernel = ops.output(name, Tile(rows, 0), meaning.has_sum, captured=terms > 0)
     return (Launch(_row_kernel(kernel, 8 * rows, shared)),)
 
 
@@ -200,7 +218,7 @@ def _captured(prefix: str, meaning: Semantics, head: int, *after: Launch) -> tup
     tile = next(t for t in sm80.CAPTURED if head <= t.head_max)
     kinds = {score_sum(r.load) for r in meaning.captured if r.step is not None}
     kernel = replace(
-        ops.captured(f"{prefix}_captured", Tile(tile.queries, tile.keys), meaning.captured),
+        ops.captured(f"{prefix}_captured", Tile(tile.queries, tile.keys), meaning.captured, meaning.has_sum),
         binding=Binding(
             "sm80",
             warps=tile.warps,
@@ -209,7 +227,7 @@ def _captured(prefix: str, meaning: Semantics, head: int, *after: Launch) -> tup
             ),
         ),
     )
-    return (Launch(kernel, tuple(x.kernel.name for x in after)),)
+    return (Launch(kernel, _names(after)),)
 
 
 def adding(prefix: str, meaning: Semantics) -> tuple[str, ...]:
@@ -239,7 +257,7 @@ def _sums(prefix: str, kind: Literal["clear", "sum"], meaning: Semantics) -> tup
 def _over_queries(kernel: TiledKernel, *after: Launch) -> Launch:
     """A launch with a block per tile of queries of each head."""
     grid = (items(tiles("M", kernel.tile.queries), "H", "B"), const(1))
-    return Launch(kernel, tuple(x.kernel.name for x in after), grid)
+    return Launch(kernel, _names(after), grid)
 
 
 def _row_kernel(kernel: TiledKernel, threads: int, shared_bytes: int = 0) -> TiledKernel:
@@ -320,20 +338,45 @@ def _backward_binding(meaning: Semantics, tile: sm80.BackwardTile) -> Binding:
         warps=tile.warps,
         stages=tile.q_stages,
         min_blocks=tile.min_blocks,
-        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v, float_rows(meaning, tile)),
+        shared_bytes=tile.shared_bytes(
+            meaning.head_qk, meaning.head_v, float_rows(meaning, tile), meaning.has_sum
+        ),
         section=sm80.section_heads(meaning.head_qk, meaning.head_v),
     )
 
 
-def _buffers(meaning: Semantics, blocks: Blocks) -> tuple[Buffer, ...]:
+def _query_gradient_binding(meaning: Semantics, tile: sm80.QueryGradientTile) -> Binding:
+    homes = (
+        ("Q", "shared"),
+        ("dO", "shared"),
+        ("K", "shared"),
+        ("V", "shared"),
+        ("P", "registers"),
+        ("dS", "registers"),
+        ("dQ", "registers"),
+    )
+    return Binding(
+        "sm80",
+        homes,
+        warps=tile.warps,
+        stages=2,
+        min_blocks=tile.min_blocks,
+        shared_bytes=tile.shared_bytes(meaning.head_qk, meaning.head_v),
+        section=sm80.section_heads(meaning.head_qk, meaning.head_v),
+    )
+
+
+def _buffers(meaning: Semantics, blocks: Blocks, tile: sm80.BackwardTile) -> tuple[Buffer, ...]:
     both: tuple[Pass, ...] = ("forward", "backward")
     late: tuple[Pass, ...] = ("backward",)
     buffers = rotation_buffers(meaning, both if blocks.q else late, both, both, both if blocks.k else late)
-    buffers.append(Buffer("row_terms", "float", size("B", "H", "M", 2), late))
-    padded = mul(size("B", "H"), mul(tiles("M", 16), const(16 * meaning.head_qk)))
+    if meaning.has_sum:
+        buffers.append(Buffer("row_terms", "float", size("B", "H", "M", 2), late))
+    columns = sm80.padded(meaning.head_qk, tile.column_warps)
+    padded = mul(size("B", "H"), mul(tiles("M", 16), const(16 * columns)))
     buffers.append(Buffer("dq_sum", "float", padded, late, zeroed=True))
     if blocks.k:
-        buffers.append(Buffer("dk_sum", "float", size("B", "Hk", "N", meaning.head_qk), late))
+        buffers.append(Buffer("dk_sum", "float", size("B", "Hk", "N", columns), late))
     if meaning.output_steps:
         buffers.append(Buffer("d_raw", meaning.storage, size("B", "H", "M", meaning.head_v), late))
     return tuple(buffers)

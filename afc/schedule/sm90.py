@@ -18,6 +18,7 @@ from afc.schedule import ops
 from afc.schedule.common import (
     check_features,
     check_heads,
+    check_softmax,
     check_storage,
     items,
     rotation_buffers,
@@ -35,6 +36,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     """The plan of a program on Hopper. Raises UsageError E0405, E0406, E0409, E0411."""
     check_storage("sm90", storage, sm90.STORAGES)
     check_heads(program, "sm90", sm90.HEAD_MULTIPLE, sm90.HEAD_MAX)
+    check_softmax(program, "sm90")
     check_features(program, "sm90")
     meaning = semantics(program, storage, "float")
     head = max(meaning.head_qk, meaning.head_v)

@@ -48,4 +48,26 @@ AFC_FN afc_tensor contiguous(void *data, int64_t heads, int64_t rows, int column
 
 AFC_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// What a batch entry has of its own: positions of row 0 of q and of k, and the number of keys that are there.
+struct Places {
+  int64_t q_origin, k_origin;
+  int keys;
+};
+
+AFC_FN int64_t origin_of(const int64_t *per_batch, int64_t origin, int batch, int64_t rows) {
+  constexpr int64_t largest = (int64_t(1) << 30) - 1;  // so that a difference of positions fits 32 bits
+  return per_batch == nullptr ? origin : min(max(per_batch[batch], -largest), largest - rows);
+}
+
+// Values in device memory cannot be refused without waiting for them, so they are brought into their range.
+AFC_FN int key_count(const afc_args &args, int batch) {
+  if (args.kv_len_per_batch == nullptr) return static_cast<int>(args.N);
+  return static_cast<int>(min(max(args.kv_len_per_batch[batch], int64_t(0)), args.N));
+}
+
+AFC_FN Places places_of(const afc_args &args, int batch) {
+  return {origin_of(args.q_origin_per_batch, args.q_origin, batch, args.M),
+          origin_of(args.k_origin_per_batch, args.k_origin, batch, args.N), key_count(args, batch)};
+}
+
 }  // namespace tile

@@ -75,6 +75,60 @@ AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t
     }
 }
 
+// Operand B with zeros in the place of infinities and NaN.
+template <class E>
+AFC_FN void drop_infinite(uint32_t (&b)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i] &= ~((infinite_halves<E>(b[i]) >> 15) * 0xffffu);
+}
+
+// multiply_columns where B may hold infinities and NaN, which an element of A that is 0 must not let through. They count
+// as 0: for an A that is NaN itself where it meets them.
+template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
+                                    const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
+                                    uint32_t b_base) {
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k)
+#pragma unroll
+    for (int c = 0; c < OCTETS / 2; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      drop_infinite<E>(b);
+      multiply_block<E>(acc, a[k], b, c);
+    }
+}
+
+// Operand A of a product with rows of a tile: an element that is not 0 becomes NaN where its row of the tile holds an
+// infinity or NaN. Ones times their places, in row-major blocks, count them for all rows of A at once.
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS>
+AFC_FN void mark_infinite(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_rows_blocks,
+                          uint32_t b_base) {
+  constexpr uint32_t ONES = E::ONE * 0x10001u;
+  const uint32_t ones[1][4] = {{ONES, ONES, ONES, ONES}};
+#pragma unroll
+  for (int k = 0; k < DEPTH_BLOCKS; ++k) {
+    float found[1][2][4];
+    clear(found);
+#pragma unroll
+    for (int c = 0; c < TileB::COLUMNS / 16; ++c) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, b_rows_blocks.address(b_base, k, c));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = (infinite_halves<E>(b[i]) >> 15) * E::ONE;
+      multiply_block<E>(found, ones, b, 0);
+    }
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = found[0][i / 2][0] != 0.0f ? 0x7fffu : 0, high = found[0][i / 2][1] != 0.0f ? 0x7fff0000u : 0;
+        const uint32_t not_zero = ((a[k][r][i] & 0x7fff7fffu) + 0x7fff7fffu) >> 15 & 0x10001u;
+        a[k][r][i] |= (low | high) & not_zero * 0xffffu;
+      }
+  }
+}
+
 template <class TileA, int DEPTH_BLOCKS, int ROW_BLOCKS>
 AFC_FN void load_operand(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileA> &blocks, uint32_t base) {
 #pragma unroll
@@ -115,8 +169,9 @@ AFC_FN void store_operand(unsigned char *tile, const uint32_t (&a)[DEPTH_BLOCKS]
 }
 
 // acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. The rows
-// are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them.
-template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+// are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them. FINITE: all of B is;
+// else infinities and NaN count as 0, as in multiply_columns_finite.
+template <class E, int STEP, bool FINITE = true, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
                                 const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
 #pragma unroll
@@ -129,6 +184,7 @@ AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Block
       if (c >= column_blocks) break;
       uint32_t b[4];
       ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      if (!FINITE) drop_infinite<E>(b);
       multiply_block<E>(acc, a, b, c);
     }
   }

@@ -138,17 +138,7 @@ AFC_FN void fill_coefficients(float *coefficients, int rows, bool write_table, C
   }
 }
 
-// The coefficients of rows [first_row, first_row + rows), which depend on position and pair alone.
-template <class R, int THREADS>
-AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int origin, int first_row, int rows,
-                                 bool write_table) {
-  fill_coefficients<R, THREADS>(
-      coefficients, rows, write_table,
-      [&](int row, int pair, float *c) { R::coefficients(origin + first_row + row, pair, c); },
-      [&](int row) { return R::table(args, first_row + row); });
-}
-
-// The same for batch entry b and head h of the operand, from any arguments of the call.
+// The coefficients of rows [first_row, first_row + rows) for batch entry b and head h of the operand.
 template <class R, int THREADS>
 AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int b, int h, int origin, int first_row,
                                  int rows, bool write_table) {
@@ -160,17 +150,51 @@ AFC_FN void compute_coefficients(float *coefficients, const afc_args &args, int 
       [&](int row) { return R::table(args, b, h, first_row + row); });
 }
 
-// Rotates rows [first_row, first_row + rows) of every `step`-th (batch, head) from `first_head` on, below `batch_heads`.
+// (batch, head)s as indices b * heads + h: `first`, `first + step`, ... below `end`.
+struct Members {
+  int first, end, step;
+};
+
+// The coefficient tables of an operand: one for the call, or one for each batch entry, each head, or both.
+struct Tables {
+  int batches, heads;
+  bool by_batch, by_head;
+
+  AFC_FN int count() const { return (by_batch ? batches : 1) * (by_head ? heads : 1); }
+  AFC_FN int64_t of(int b, int h) const { return (by_batch ? int64_t(b) * (by_head ? heads : 1) : 0) + (by_head ? h : 0); }
+
+  // Batch entry and head for which table `table` is computed, 0 where they do not matter.
+  AFC_FN int batch(int table) const { return !by_batch ? 0 : by_head ? table / heads : table; }
+  AFC_FN int head(int table) const { return !by_head ? 0 : by_batch ? table % heads : table; }
+
+  // What table `table` serves, in `parts` parts.
+  AFC_FN Members members(int table, int part, int parts) const {
+    const int step = by_head ? heads : 1, first = (by_batch ? batch(table) * heads : 0) + head(table);
+    return {first + part * step, by_batch ? (batch(table) + 1) * heads : batches * heads, parts * step};
+  }
+};
+
+// Whether any batch entry has keys from row `first` on.
+AFC_FN bool keys_in_use(const afc_args &args, int first) {
+  if (args.kv_len_per_batch == nullptr) return true;
+  for (int batch = 0; batch < args.B; ++batch)
+    if (args.kv_len_per_batch[batch] > first) return true;
+  return false;
+}
+
+// Rotates rows [first_row, first_row + rows) of `members`; rows from lengths[batch] on are not there, where lengths are
+// given.
 template <class E, class R, int THREADS>
 AFC_FN void rotate_rows(const afc_tensor &x, const afc_tensor &rotated, const float *coefficients, int first_row,
-                        int rows, int heads, int batch_heads, int first_head, int step) {
+                        int rows, int heads, const Members &members, const int64_t *lengths) {
   for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
     const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
     Unit<R> unit;
     unit.load(coefficients + row * (R::PAIRS * R::COEFFICIENTS), pair);
 #pragma unroll 4
-    for (int batch_head = first_head; batch_head < batch_heads; batch_head += step) {
+    for (int batch_head = members.first; batch_head < members.end; batch_head += members.step) {
       const int batch = batch_head / heads, head = batch_head - batch * heads;
+      if (lengths != nullptr && first_row + row >= lengths[batch]) continue;
       const unsigned char *from = row_address(x, batch, head, first_row + row);
       unsigned char *to = row_address(rotated, batch, head, first_row + row);
       rotate_unit<E, R>([&](int column) { return from + column * 2; }, [&](int column) { return to + column * 2; },
@@ -182,12 +206,13 @@ AFC_FN void rotate_rows(const afc_tensor &x, const afc_tensor &rotated, const fl
 // Copies the columns [FIRST, FIRST + COUNT) that no rotation touches; the arguments are those of rotate_rows.
 template <int FIRST, int COUNT, int THREADS>
 AFC_FN void copy_columns(const afc_tensor &x, const afc_tensor &copy, int first_row, int rows, int heads,
-                         int batch_heads, int first_head, int step) {
+                         const Members &members, const int64_t *lengths) {
   constexpr int SIZE = FIRST % 8 == 0 && COUNT % 8 == 0 ? 8 : 1;
   for (int index = threadIdx.x; index < rows * (COUNT / SIZE); index += THREADS) {
     const int row = first_row + index / (COUNT / SIZE), column = FIRST + index % (COUNT / SIZE) * SIZE;
-    for (int batch_head = first_head; batch_head < batch_heads; batch_head += step) {
+    for (int batch_head = members.first; batch_head < members.end; batch_head += members.step) {
       const int batch = batch_head / heads, head = batch_head - batch * heads;
+      if (lengths != nullptr && row >= lengths[batch]) continue;
       const unsigned char *from = row_address(x, batch, head, row) + column * 2;
       unsigned char *to = row_address(copy, batch, head, row) + column * 2;
       if constexpr (SIZE == 8) {

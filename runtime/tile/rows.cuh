@@ -49,11 +49,11 @@ AFC_FN void store_row(unsigned char *to, const float *row) {
   }
 }
 
-// Row `index` of a (batch, head) of the dQ sum, times `scale`; rows = M.
-template <int COLUMNS>
+// Row `index` of a (batch, head) of the dQ sum, of rows with SUM_COLUMNS columns, times `scale`; rows = M.
+template <int COLUMNS, int SUM_COLUMNS>
 AFC_FN void load_sum_row(float *row, const float *sum, int64_t batch_head, int rows, int index, float scale) {
   for (int c = row_lane(); c < COLUMNS; c += ROW_LANES) {
-    const float *block = sum + block_offset<COLUMNS>(batch_head, rows, index / 16, c / 16);
+    const float *block = sum + block_offset<SUM_COLUMNS>(batch_head, rows, index / 16, c / 16);
     row[c] = block[block_index(index % 8 * 4 + c % 8 / 2, c / 8 % 2, index / 8 % 2 * 2 + c % 2)] * scale;
   }
 }
@@ -100,6 +100,17 @@ AFC_FN void rotate_row_back(float *row, const float *table_row) {
     load_coefficients<R>(c, table_row, pair);
     rotate_back<R>(row[first_column<R>(pair)], row[second_column<R>(pair)], c);
   }
+}
+
+// Writes 16 rows of an accumulator to the dQ sum, of rows with COLUMNS columns, in the place of what is there.
+template <int COLUMNS, int OCTETS>
+AFC_FN void store_blocks(float *sum, int64_t batch_head, int rows, int row_block, const float (&acc)[OCTETS][4]) {
+  float *block = sum + block_offset<COLUMNS>(batch_head, rows, row_block, 0);
+#pragma unroll
+  for (int c = 0; c < OCTETS; ++c)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      block[c / 2 * BLOCK_FLOATS + block_index(static_cast<int>(lane_index()), c % 2, e)] = acc[c][e];
 }
 
 // Writes an accumulator to contiguous float32 rows in global memory, those below `valid_rows`; blocks as in

@@ -11,15 +11,19 @@
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "device.cuh"
+#include "element.cuh"
 #include "ptx/ldmatrix.cuh"
 
 namespace tile {
 
-template <int ROWS_, int COLUMNS_>
+// The columns from VALID on are padding: zero when the tile is copied in, left out when it is stored.
+template <int ROWS_, int COLUMNS_, int VALID_ = COLUMNS_>
 struct SharedTile {
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
   static_assert(ROWS % 16 == 0 && COLUMNS % 16 == 0, "a tile consists of 16x16 blocks");
-  static constexpr int CHUNKS = COLUMNS / 8;
+  static_assert(VALID_ % 8 == 0 && VALID_ <= COLUMNS, "rows in memory consist of chunks");
+  static constexpr int CHUNKS = COLUMNS / 8, VALID_CHUNKS = VALID_ / 8;
+  AFC_FN static bool is_valid(uint32_t chunk) { return VALID_CHUNKS == CHUNKS || chunk < VALID_CHUNKS; }
   static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks that change places
   static constexpr int ROW_BYTES = COLUMNS * 2;
   static constexpr int BYTES = ROWS * ROW_BYTES;
@@ -78,15 +82,15 @@ AFC_FN Blocks<Tile> row_major_blocks(uint32_t first_row) {
 }
 
 // Starts the copy of rows from global memory; `source` is the address of the tile's first row, `stride` its row stride
-// in bytes. Rows from `valid_rows` on are zero and are not read, though an address is formed for them. In a loop,
-// `thread` comes from thread_in_step().
+// in bytes. Rows from `valid_rows` on are zero and are not read, though an address is formed for them; so are chunks of
+// padding. In a loop, `thread` comes from thread_in_step(). Thread t copies the chunks t, t + THREADS, ... of the tile.
 template <class Tile, int THREADS>
 AFC_FN void copy_rows_async(uint32_t base, const unsigned char *source, int64_t stride, int valid_rows, uint32_t thread) {
   constexpr int TOTAL = Tile::ROWS * Tile::CHUNKS;
   if constexpr (THREADS % Tile::CHUNKS == 0 && TOTAL % THREADS == 0) {
     constexpr int STEP = THREADS / Tile::CHUNKS;  // rows; every thread stays in its chunk column
     const uint32_t row = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
-    const int rows_left = valid_rows - static_cast<int>(row);
+    const int rows_left = Tile::is_valid(chunk) ? valid_rows - static_cast<int>(row) : 0;
     const unsigned char *from = source + (row * stride + chunk * 16);
 #pragma unroll
     for (int step = 0; step < TOTAL / THREADS; ++step) {
@@ -100,19 +104,39 @@ AFC_FN void copy_rows_async(uint32_t base, const unsigned char *source, int64_t 
       if (TOTAL % THREADS != 0 && index >= TOTAL) break;
       const uint32_t row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
       const unsigned char *from = source + row * stride + chunk * 16;
-      ptx::cp_async_16(base + Tile::chunk_offset(row, chunk), from, static_cast<int>(row) < valid_rows);
+      const bool valid = static_cast<int>(row) < valid_rows && Tile::is_valid(chunk);
+      ptx::cp_async_16(base + Tile::chunk_offset(row, chunk), from, valid);
     }
   }
+}
+
+// Whether the chunks that this thread has copied hold a value that is not finite. Its copies must have ended; those of
+// others need not have.
+template <class E, class Tile, int THREADS>
+AFC_FN bool holds_infinite(const unsigned char *tile, uint32_t thread) {
+  constexpr int TOTAL = Tile::ROWS * Tile::CHUNKS;
+  uint32_t found = 0;
+#pragma unroll
+  for (int first = 0; first < TOTAL; first += THREADS) {
+    const uint32_t index = first + thread;
+    if (TOTAL % THREADS != 0 && index >= TOTAL) break;
+    const uint32_t offset = Tile::chunk_offset(index / Tile::CHUNKS, index % Tile::CHUNKS);
+    const uint4 chunk = *reinterpret_cast<const uint4 *>(tile + offset);
+    found |= infinite_halves<E>(chunk.x) | infinite_halves<E>(chunk.y) | infinite_halves<E>(chunk.z) |
+             infinite_halves<E>(chunk.w);
+  }
+  return found != 0;
 }
 
 // Writes rows to global memory in 16-byte stores; rows from `valid_rows` on are left alone.
 template <class Tile, int THREADS>
 AFC_FN void store_rows(const unsigned char *tile, unsigned char *destination, int64_t stride, int valid_rows) {
+  constexpr int TOTAL = Tile::ROWS * Tile::VALID_CHUNKS;
 #pragma unroll
-  for (int first = 0; first < Tile::ROWS * Tile::CHUNKS; first += THREADS) {
+  for (int first = 0; first < TOTAL; first += THREADS) {
     const uint32_t index = first + threadIdx.x;
-    if (Tile::ROWS * Tile::CHUNKS % THREADS != 0 && index >= Tile::ROWS * Tile::CHUNKS) break;
-    const uint32_t row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+    if (TOTAL % THREADS != 0 && index >= TOTAL) break;
+    const uint32_t row = index / Tile::VALID_CHUNKS, chunk = index % Tile::VALID_CHUNKS;
     if (static_cast<int>(row) < valid_rows) {
       const uint4 value = *reinterpret_cast<const uint4 *>(tile + Tile::chunk_offset(row, chunk));
       *reinterpret_cast<uint4 *>(destination + row * stride + chunk * 16) = value;

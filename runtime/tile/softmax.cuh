@@ -90,4 +90,28 @@ AFC_FN void softmax_finish(float (&o)[ROW_BLOCKS][OUTPUT_OCTETS][4], const Softm
     }
 }
 
+// The same where the normalizer adds a term to the sum of each row, given by its logarithm: a row without a live key
+// becomes 0 and that logarithm.
+template <int ROW_BLOCKS, int OUTPUT_OCTETS>
+AFC_FN void softmax_finish(float (&o)[ROW_BLOCKS][OUTPUT_OCTETS][4], const SoftmaxRows<ROW_BLOCKS> &rows,
+                           float (&lse)[ROW_BLOCKS][2], float scale, const float (&log_extra)[ROW_BLOCKS][2]) {
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(rows.sum[r][half]), extra = log_extra[r][half];
+      const bool empty = sum == 0.0f;
+      const float top = rows.maximum[r][half] * scale;
+      const float inverse = empty ? 0.0f : 1.0f / (sum + expf(extra - top));
+      const float own = empty ? -INFINITE : top + logf(sum);
+      const float high = own > extra ? own : extra, low = own > extra ? extra : own;
+      lse[r][half] = high == -INFINITE ? high : high + log1pf(expf(low - high));
+#pragma unroll
+      for (int c = 0; c < OUTPUT_OCTETS; ++c) {
+        o[r][c][2 * half] *= inverse;
+        o[r][c][2 * half + 1] *= inverse;
+      }
+    }
+}
+
 }  // namespace tile

@@ -19,53 +19,9 @@ from afc.frontend import check_text
 from afc.reference import Call, backward, forward, run_backward, run_forward
 from afc.schedule.plan import schedule
 from tests.support.checks import compare, failures, inputs, without_lse
-from tests.support.dense import Tensor, Variant, softmax_attention
-from tests.support.published import (
-    averaged_relu,
-    causal_scores,
-    lower,
-    of_its_head,
-    pointwise,
-    shifted_sigmoid,
-    with_a_sink,
-)
-
-SCORES = "causal(scaled_dot_product(q, k))"
-TEXTS = {
-    "softmax1": f"attention a(q, k, v) = softmax1({SCORES}) @ v",
-    "softmax_sink": f"attention a(q, k, v; sink[H]) = softmax_sink({SCORES}; sink) @ v",
-    "sigmoid": f"attention a(q, k, v) = sigmoid_attention({SCORES}; bias = -log(N)) @ v",
-    "relu": f"attention a(q, k, v) = relu_attention({SCORES}) @ v",
-    "identity": f"normalizer linear(s) = s\nattention a(q, k, v) = linear({SCORES}) @ v",
-    "sink_per_row": "normalizer moving(s, i, h; t[H]) = exp(s) / (sum(exp(s)) + exp(t[h] * i))\n"
-    f"attention a(q, k, v; sink[H]) = moving(softcap({SCORES}; cap = 5.0); t = sink) @ v",
-}
-POINTWISE = ("sigmoid", "relu", "identity")
-
-
-def capped_scores(q: Tensor, k: Tensor, q_origin: int, k_origin: int) -> tuple[Tensor, Tensor]:
-    s, keep = causal_scores(q, k, q_origin, k_origin)
-    return 5.0 * torch.tanh(s / 5.0), keep
-
-
-def sinks(heads: int, device: Any) -> dict[str, Any]:
-    return {"sink": torch.randn(heads) * 2}
-
-
-per_head = with_a_sink(of_its_head, causal_scores)
-VARIANTS = {
-    "softmax1": Variant("softmax1", "a", per_head),
-    "softmax_sink": Variant("softmax_sink", "a", per_head, sinks),
-    "sigmoid": Variant("sigmoid", "a", pointwise(shifted_sigmoid, causal_scores)),
-    "relu": Variant("relu", "a", pointwise(averaged_relu, causal_scores)),
-    "identity": Variant("identity", "a", pointwise(lambda s: s, causal_scores)),
-    "sink_per_row": Variant(
-        "sink_per_row",
-        "a",
-        with_a_sink(lambda t, i: t * i, capped_scores),
-        lambda heads, device: {"sink": torch.rand(heads) * 0.1},
-    ),
-}
+from tests.support.dense import softmax_attention
+from tests.support.normalizers import POINTWISE, TEXTS, VARIANTS
+from tests.support.published import lower
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +104,9 @@ def test_no_lse_without_a_sum(folder: Path) -> None:
         kernel(folder, "sigmoid", torch.float32)(q, k, v, return_lse=True)
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_gpu_targets_refuse_by_name(name: str, target: str) -> None:
+def test_hopper_refuses_by_name(name: str) -> None:
     program = passes.run(check_text(TEXTS[name] + "\n", "a.attn").programs[0], {"Dqk": 64, "Dv": 64})
     with pytest.raises(UsageError) as caught:
-        schedule(program, target, "bfloat16")
+        schedule(program, "sm90", "bfloat16")
     assert caught.value.diagnostics[0].code == "E0411"

@@ -18,7 +18,7 @@ from afc.frontend import check_file
 from afc.reference import Call, backward, forward, run_backward, run_forward
 from afc.schedule.plan import schedule
 from tests.support.checks import EXAMPLES, Outcome, compare, failures, inputs, poison, run
-from tests.support.dense import VARIANTS, Variant
+from tests.support.dense import VARIANTS, by_batch
 
 Tensor = torch.Tensor
 PLACES = ("q_origin", "k_origin", "kv_len")
@@ -28,40 +28,6 @@ def kernel(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return getattr(
         afc.load(EXAMPLES / f"{name}.attn", D=64, dtype=dtype, backend="cpu"), VARIANTS[name].attention
     )
-
-
-def by_batch(name: str) -> Variant:
-    """A reference that takes each batch alone, cuts k and v, and lets q end where the keys end."""
-
-    def reference(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_origin: Any = None,
-        k_origin: Any = 0,
-        kv_len: Any = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        results = []
-        for b in range(q.shape[0]):
-            origin, first, count = (
-                int(x.flatten()[b % x.numel()]) if isinstance(x, Tensor) else x
-                for x in (q_origin, k_origin, kv_len)
-            )
-            if origin is None:
-                origin = 0 if count is None else first + count - q.shape[2]
-            if count == 0:
-                empty = q[b : b + 1].sum(-1) * 0 - torch.inf
-                results.append((q[b : b + 1] * 0 + v[b : b + 1, :1, :1] * 0, empty))
-                continue
-            parts = (x[b : b + 1, :, : k.shape[2] if count is None else count] for x in (k, v))
-            results.append(
-                VARIANTS[name].reference(q[b : b + 1], *parts, q_origin=origin, k_origin=first, **options)
-            )
-        o, lse = zip(*results, strict=True)
-        return torch.cat(o), torch.cat(lse)
-
-    return Variant(name, VARIANTS[name].attention, reference)
 
 
 def check(name: str, dtype: torch.dtype, shape: tuple[int, ...], **places: Any) -> None:
@@ -234,14 +200,3 @@ def test_interpreters_and_kernel_agree_on_places(name: str) -> None:
             (got.dk, gradients.dk),
         ):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10)
-
-
-def test_gpu_kernels_refuse_tensors_by_name() -> None:
-    """Until they read them: never by a value that is read back to the host."""
-    glue = kernel("llama").glue
-    entry = replace(glue.attention.info.entries[0], target="cuda")
-    q = torch.randn(2, 4, 5, 64)
-    for name, value in (("q_origin", torch.tensor(3)), ("k_origin", torch.tensor([1, 2])), ("kv_len", 4)):
-        with pytest.raises(NotImplementedError, match=f"llama: {name}: .*not supported by GPU kernels"):
-            glue.place(entry, q, name, value)
-    assert glue.place(entry, q, "q_origin", 7) == 7

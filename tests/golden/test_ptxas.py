@@ -32,6 +32,10 @@ MATRIX = (
     ("axial_vit", (64, 128), ("sm_80", "sm_86"), ("bfloat16",)),
     ("llama_tables", (128,), ("sm_80", "sm_86"), ("bfloat16",)),
     ("speculative", (64,), ("sm_80", "sm_86"), ("float16",)),
+    ("causal", (40, 96, 128, 136, 192, 256), ("sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("softmax1", (64, 128, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
+    ("sigmoid", (64, 96, 128, 192, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("float16",)),
+    ("relu_vit", (64, 128), ("sm_86", "compute_86:sm_90"), ("bfloat16",)),
     # Gradients of captured tensors in every form, row blocks, output blocks.
     ("swin", (64, 128), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),
     ("t5_decoder", (64, 128, 256), ("sm_80", "sm_86", "compute_86:sm_90"), ("bfloat16",)),

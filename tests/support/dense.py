@@ -130,3 +130,37 @@ VARIANTS = {
         Variant("gemma2", "gemma2", gemma2),
     )
 }
+
+
+def by_batch(name: str) -> Variant:
+    """A reference that takes each batch alone, cuts k and v, and lets q end where the keys end."""
+
+    def reference(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_origin: Any = None,
+        k_origin: Any = 0,
+        kv_len: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        results = []
+        for b in range(q.shape[0]):
+            origin, first, count = (
+                int(x.flatten()[b % x.numel()]) if isinstance(x, Tensor) else x
+                for x in (q_origin, k_origin, kv_len)
+            )
+            if origin is None:
+                origin = 0 if count is None else first + count - q.shape[2]
+            if count == 0:
+                empty = q[b : b + 1].sum(-1) * 0 - torch.inf
+                results.append((q[b : b + 1] * 0 + v[b : b + 1, :1, :1] * 0, empty))
+                continue
+            parts = (x[b : b + 1, :, : k.shape[2] if count is None else count] for x in (k, v))
+            results.append(
+                VARIANTS[name].reference(q[b : b + 1], *parts, q_origin=origin, k_origin=first, **options)
+            )
+        o, lse = zip(*results, strict=True)
+        return torch.cat(o), torch.cat(lse)
+
+    return Variant(name, VARIANTS[name].attention, reference)

@@ -43,7 +43,12 @@ def small(plan: LaunchPlan) -> LaunchPlan:
     def shrink(launches: Any) -> Any:
         return tuple(replace(x, kernel=replace(x.kernel, tile=Tile(12, 8))) for x in launches)
 
-    return replace(plan, forward=shrink(plan.forward), backward=shrink(plan.backward))
+    return replace(
+        plan,
+        forward=shrink(plan.forward),
+        backward=shrink(plan.backward),
+        deterministic_backward=shrink(plan.deterministic_backward),
+    )
 
 
 def call(
@@ -83,10 +88,10 @@ def captured(tensor: TensorParam, sizes: dict[str, int], g: np.random.Generator)
 def test_schedule_equals_formula(path: Path, target: str) -> None:
     """In a storage type without rounding the schedule is the formula up to the order of sums."""
     program = lowered(path)
-    softmax = program.normalizer.has_sum and program.normalizer.extra is None
-    plain = softmax and all(isinstance(s, Rotation) for s in (*program.q_steps, *program.k_steps))
+    plain = program.normalizer.has_sum and program.normalizer.extra is None
+    plain = plain and all(isinstance(s, Rotation) for s in (*program.q_steps, *program.k_steps))
     plain = plain and not program.output_steps and not any(t.grad for t in program.tensors)
-    if (target == "sm80" and not softmax) or (target == "sm90" and not plain):
+    if target == "sm90" and not plain:
         with pytest.raises(UsageError, match="E0411"):
             schedule(program, target, "bfloat16")
         return
@@ -99,10 +104,14 @@ def test_schedule_equals_formula(path: Path, target: str) -> None:
         np.testing.assert_allclose(got.lse, want.lse, rtol=0, atol=1e-11)
         do, dlse = np.random.standard_normal(want.o.shape), np.random.standard_normal(want.lse.shape)
         expected, found = backward(program, arguments, do, dlse), run_backward(plan, arguments, got, do, dlse)
-        for name in ("dq", "dk", "dv"):
-            np.testing.assert_allclose(
-                getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name
-            )
+        forms = [found]
+        if plan.deterministic_backward:
+            forms.append(run_backward(plan, arguments, got, do, dlse, deterministic=True))
+        for form in forms:
+            for name in ("dq", "dk", "dv"):
+                np.testing.assert_allclose(
+                    getattr(form, name), getattr(expected, name), rtol=0, atol=1e-11, err_msg=name
+                )
         assert set(found.captured) == set(expected.captured) == {t.name for t in program.tensors if t.grad}
         for name, gradient in expected.captured.items():
             np.testing.assert_allclose(found.captured[name], gradient, rtol=1e-9, atol=1e-10, err_msg=name)
@@ -409,3 +418,9 @@ def test_plans_print_every_operation() -> None:
     assert text.count("Round(") == 7 and "Store(x=dQ, target=dq_sum, add=True)" in text
     assert not plan.deterministic and schedule(lowered(EXAMPLES[0]), "cpu", "float32").deterministic
     assert Load("K", "k") in plan.forward[-1].kernel.body
+
+
+def test_the_deterministic_form_adds_nothing_across_work_items() -> None:
+    plan = schedule(lowered(EXAMPLES[0].parent / "llama.attn"), "sm80", "bfloat16")
+    assert plan.deterministic and not plan.ordered
+    assert replace(plan, backward=plan.deterministic_backward).ordered

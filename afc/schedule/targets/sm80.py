@@ -8,12 +8,17 @@ from dataclasses import dataclass
 NAME = "sm80"
 STORAGES = ("bfloat16", "float16")
 ELEMENTS = {"bfloat16": "Bf16", "float16": "F16"}
-HEAD_MULTIPLE = 16
+HEAD_MULTIPLE = 8
 HEAD_MAX = 256
 # Dynamic shared memory of a block on compute capability 8.6, 8.9 and 12.0, the least in the family;
 # kernels declare up to 512 bytes beside it.
 SHARED_BYTES = 99 * 1024 - 512
 L2_BYTES = 32 * 2**20  # K and V of the heads worked on at a time should fit; A100 has 40 MB, H200 60 MB
+
+
+def padded(head: int, warps: int = 1) -> int:
+    """Columns of a tile: whole blocks of the tensor cores for each of the warps along them."""
+    return -(-head // (16 * warps)) * 16 * warps
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class ForwardTile:
 
     def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool = False) -> int:
         """Q, two stages of K and V; at the end O over all of it, in float32 if `float_rows`."""
+        head_qk, head_v = padded(head_qk), padded(head_v)
         inputs = 2 * (self.queries * head_qk + 2 * self.keys * (head_qk + head_v))
         output = 4 * self.queries * (head_v + 4) if float_rows else 2 * self.queries * head_v
         return max(inputs, output)
@@ -54,18 +60,34 @@ class BackwardTile:
         """Warps of a block."""
         return self.key_warps * self.query_warps * self.column_warps
 
-    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool) -> int:
+    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool, row_terms: bool) -> int:
         """K, V, stages of Q and dO, dS, row terms; at the end float rows of dK and dV over all of it."""
+        head_qk, head_v = padded(head_qk, self.column_warps), padded(head_v, self.column_warps)
         rows = 0
         if float_rows:
             rows = 4 * self.keys * max(head_qk + 4, head_v)
         elif self.query_warps > 1:
             rows = 4 * self.keys * max(head_qk, head_v)
         q_and_do = self.queries * (self.q_stages * head_qk + self.do_stages * head_v)
-        inputs = (
-            2 * (self.keys * (head_qk + head_v) + q_and_do + self.queries * self.keys) + 16 * self.queries
-        )
-        return max(rows, inputs)
+        inputs = 2 * (self.keys * (head_qk + head_v) + q_and_do + self.queries * self.keys)
+        return max(rows, inputs + (16 * self.queries if row_terms else 0))
+
+
+@dataclass(frozen=True)
+class QueryGradientTile:
+    """`queries` x `keys` of the kernel that computes dQ in a fixed order, for heads up to `head_max`."""
+
+    head_max: int
+    queries: int
+    keys: int
+    warps: int
+    min_blocks: int
+
+    def shared_bytes(self, head_qk: int, head_v: int) -> int:
+        """Q and dO, two stages of K and V; at the end float rows of dQ over all of it."""
+        head_qk, head_v = padded(head_qk), padded(head_v)
+        inputs = 2 * (self.queries + 2 * self.keys) * (head_qk + head_v)
+        return max(inputs, 4 * self.queries * (head_qk + 4))
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class CapturedTile:
 
     def shared_bytes(self, head_qk: int, head_v: int, walks: bool, values: bool, places: bool) -> int:
         """Q, dO, K, V (if it walks over keys) and row terms; a value and a place for each score."""
-        tiles = 2 * (self.queries + self.keys) * (head_qk + head_v) if walks else 0
+        tiles = 2 * (self.queries + self.keys) * (padded(head_qk) + padded(head_v)) if walks else 0
         return tiles + 8 * self.queries + 4 * self.queries * (self.keys + 8) * (values + places)
 
 
@@ -106,6 +128,11 @@ BACKWARD = (
 )
 
 CAPTURED = (CapturedTile(64, 64, 64), CapturedTile(192, 64, 32), CapturedTile(256, 32, 32))
+QUERY_GRADIENT = (
+    QueryGradientTile(64, 64, 64, 4, 2),
+    QueryGradientTile(192, 64, 32, 4, 1),
+    QueryGradientTile(256, 64, 16, 4, 1),
+)
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
 TRANSFORM_ROWS = 32  # eight lanes to a row

@@ -22,6 +22,7 @@ enum Kernel {
   CAUSAL_LM_PREPROCESS,
   CAUSAL_LM_BACKWARD,
   CAUSAL_LM_POSTPROCESS,
+  CAUSAL_LM_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -29,9 +30,10 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"causal_lm_preprocess", 0, 256},
     {"causal_lm_backward", 70144, 128},
     {"causal_lm_postprocess", 16896, 256},
+    {"causal_lm_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&causal_lm_cuda_bfloat16_128_128_images, kernels, 4};
+afc_gpu_module gpu = {&causal_lm_cuda_bfloat16_128_128_images, kernels, 5};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -64,20 +66,6 @@ int check(const afc_args &args, bool backward) {
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
-  }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
   }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
@@ -148,6 +136,12 @@ extern "C" int causal_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int causal_lm_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(CAUSAL_LM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(CAUSAL_LM_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(CAUSAL_LM_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(CAUSAL_LM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
     return status;
   }

@@ -24,6 +24,7 @@ enum Kernel {
   GEMMA2_PREPROCESS,
   GEMMA2_BACKWARD,
   GEMMA2_POSTPROCESS,
+  GEMMA2_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -33,9 +34,10 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gemma2_preprocess", 0, 256},
     {"gemma2_backward", 70144, 128},
     {"gemma2_postprocess", 16896, 256},
+    {"gemma2_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&gemma2_cuda_bfloat16_128_128_images, kernels, 6};
+afc_gpu_module gpu = {&gemma2_cuda_bfloat16_128_128_images, kernels, 7};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -68,20 +70,6 @@ int check(const afc_args &args, bool backward) {
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
-  }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
   }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
@@ -117,9 +105,9 @@ int64_t place(afc_args &args, bool backward) {
     at += ceil_div(bytes, 256) * 256;
   };
   take(0, backward, 2 * (args.B * args.Hq * args.M * 128));  // q_rotated
-  take(1, true, 4 * (args.M * 128));  // q_table
+  take(1, true, 4 * ((args.q_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.M * 128)));  // q_table
   take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
-  take(3, backward, 4 * (args.N * 128));  // k_table
+  take(3, backward, 4 * ((args.k_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.N * 128)));  // k_table
   take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
   take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   return at;
@@ -159,6 +147,13 @@ extern "C" int gemma2_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int gemma2_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(GEMMA2_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(GEMMA2_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(GEMMA2_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(GEMMA2_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(GEMMA2_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
     return status;
   }

@@ -30,6 +30,7 @@ enum Kernel {
   HEADWISE_NORM_BACKWARD,
   HEADWISE_NORM_POSTPROCESS,
   HEADWISE_NORM_OUTPUT_SUM,
+  HEADWISE_NORM_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -42,9 +43,10 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"headwise_norm_backward", 70144, 128},
     {"headwise_norm_postprocess", 16896, 256},
     {"headwise_norm_output_sum", 0, 256},
+    {"headwise_norm_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_images, kernels, 9};
+afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_images, kernels, 10};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -94,20 +96,6 @@ int check(const afc_args &args, bool backward) {
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
   }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
-  }
   for (int n = 0; n < AFC_MAX_CAPTURED; ++n) {
     if (args.grad_captured[n].data != nullptr && !(backward && (n == 0 || n == 1))) {
       return afc_fail(AFC_UNSUPPORTED, "grad_captured[%d]: this module computes no gradient of this captured tensor", n);
@@ -152,9 +140,9 @@ int64_t place(afc_args &args, bool backward) {
     at += ceil_div(bytes, 256) * 256;
   };
   take(0, backward, 2 * (args.B * args.Hq * args.M * 128));  // q_rotated
-  take(1, true, 4 * (args.M * 128));  // q_table
+  take(1, true, 4 * ((args.q_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.M * 128)));  // q_table
   take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
-  take(3, backward, 4 * (args.N * 128));  // k_table
+  take(3, backward, 4 * ((args.k_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.N * 128)));  // k_table
   take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
   take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   take(6, backward, 2 * (args.B * args.Hq * args.M * 128));  // d_raw
@@ -196,6 +184,18 @@ extern "C" int headwise_norm_cuda_bfloat16_128_128_forward(const afc_args *call)
 extern "C" int headwise_norm_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(HEADWISE_NORM_CLEAR, 256, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_OUTPUT, shares_of(headwise_norm_output_shares, args).blocks(), 1, args)) return status;
+    args.o = args.o_raw;  // from here on the output is that before its blocks
+    args.d_o = {args.buffer[6], {args.Hq * args.M * 128, args.M * 128, 128, 1}};
+    if (int status = launch(HEADWISE_NORM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_OUTPUT_SUM, ceil_div(shares_of(headwise_norm_output_shares, args).largest(), 8), 2, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
     return status;
   }

@@ -36,17 +36,17 @@ AFC_FN bool keep(int m, int n, int i, int j, const Item &item, const afc_args &a
 }
 
 // Keys that queries m_first..m_last see.
-AFC_FN Run key_run(const afc_args &args, int m_first, int m_last) {
-  const int64_t i_first = m_first + args.q_origin, i_last = m_last + args.q_origin;
-  Limits limits(args.k_origin, args.N);
+AFC_FN Run key_run(const afc_args &args, const tile::Places &places, int m_first, int m_last) {
+  const int64_t i_first = m_first + places.q_origin, i_last = m_last + places.q_origin;
+  Limits limits(places.k_origin, places.keys);
   limits.at_most(i_first, i_last);
   return limits.run(false);
 }
 
 // Queries that see keys n_first..n_last.
-AFC_FN Run query_run(const afc_args &args, int n_first, int n_last) {
-  const int64_t j_first = n_first + args.k_origin, j_last = n_last + args.k_origin;
-  Limits limits(args.q_origin, args.M);
+AFC_FN Run query_run(const afc_args &args, const tile::Places &places, int n_first, int n_last) {
+  const int64_t j_first = n_first + places.k_origin, j_last = n_last + places.k_origin;
+  Limits limits(places.q_origin, args.M);
   limits.at_least(j_first, j_last);
   return limits.run(false);
 }
@@ -95,10 +95,17 @@ struct QRotation0 {
   AFC_FN static float a10(const float *c) { return c[1]; }
   AFC_FN static float a11(const float *c) { return c[0]; }
 
-  AFC_FN static void coefficients(int position, int pair, float *c) { rotate_q_coefficients_0(position, pair, c); }
+  AFC_FN static void coefficients(const afc_args &args, int b, int h, int row, int position, int pair, float *c) {
+    rotate_q_coefficients_0(position, pair, c);
+  }
 
-  AFC_FN static float *table(const afc_args &args, int64_t row) {
-    return static_cast<float *>(args.buffer[1]) + row * STRIDE + 0;
+  AFC_FN static tile::Tables tables(const afc_args &args) {
+    return {static_cast<int>(args.B), static_cast<int>(args.Hq), args.q_origin_per_batch != nullptr, false};
+  }
+
+  AFC_FN static float *table(const afc_args &args, int b, int h, int64_t row) {
+    const int64_t rows = tables(args).of(b, h) * args.M + row;
+    return static_cast<float *>(args.buffer[1]) + rows * STRIDE + 0;
   }
 };
 
@@ -113,10 +120,17 @@ struct KRotation0 {
   AFC_FN static float a10(const float *c) { return c[1]; }
   AFC_FN static float a11(const float *c) { return c[0]; }
 
-  AFC_FN static void coefficients(int position, int pair, float *c) { rotate_k_coefficients_0(position, pair, c); }
+  AFC_FN static void coefficients(const afc_args &args, int b, int h, int row, int position, int pair, float *c) {
+    rotate_k_coefficients_0(position, pair, c);
+  }
 
-  AFC_FN static float *table(const afc_args &args, int64_t row) {
-    return static_cast<float *>(args.buffer[3]) + row * STRIDE + 0;
+  AFC_FN static tile::Tables tables(const afc_args &args) {
+    return {static_cast<int>(args.B), static_cast<int>(args.Hk), args.k_origin_per_batch != nullptr, false};
+  }
+
+  AFC_FN static float *table(const afc_args &args, int b, int h, int64_t row) {
+    const int64_t rows = tables(args).of(b, h) * args.N + row;
+    return static_cast<float *>(args.buffer[3]) + rows * STRIDE + 0;
   }
 };
 
@@ -124,39 +138,56 @@ struct KRotation0 {
 // llama_rotate_forward: rotation tables and rotated rows, once for all that reads them
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
-// Coefficients depend on rows alone, so a CTA computes them once, in double precision.
+// Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
+// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256) llama_rotate_forward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 3) llama_rotate_forward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
   {
-    const int rows = static_cast<int>(args.M);
-    const int first_row = block * TILE_ROWS, valid_rows = min(TILE_ROWS, rows - first_row);
-    if (blockIdx.y == 0) {
-      using R = QRotation0;
-      __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
-      const int origin = static_cast<int>(args.q_origin);
-      tile::compute_coefficients<R, THREADS>(coefficients, args, origin, first_row, valid_rows,
-                                             blockIdx.y == 0);
+    const int rows = static_cast<int>(args.M), first_row = block * TILE_ROWS;
+    const int valid_rows = min(TILE_ROWS, rows - first_row);
+    const tile::Tables tables = QRotation0::tables(args);
+    for (int table = blockIdx.y; table < tables.count(); table += gridDim.y) {
+      const int b = tables.batch(table), h = tables.head(table);
+      const int origin = static_cast<int>(
+          tile::origin_of(args.q_origin_per_batch, args.q_origin, b, args.M));
+      {
+        using R = QRotation0;
+        __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
+        __syncthreads();  // nobody reads those of the table before any more
+        tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
+                                               true);
+      }
     }
     block -= tile::ceil_div(rows, TILE_ROWS);
     if (block < 0) return;
   }
 
   {
-    const int rows = static_cast<int>(args.N);
-    const int heads = static_cast<int>(args.Hk), batch_heads = heads * static_cast<int>(args.B);
-    const int first_row = block * TILE_ROWS, valid_rows = min(TILE_ROWS, rows - first_row);
-    const afc_tensor rotated = tile::contiguous(args.buffer[2], heads, rows, 128);
-    {
-      using R = KRotation0;
-      __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
-      const int origin = static_cast<int>(args.k_origin);
-      tile::compute_coefficients<R, THREADS>(coefficients, args, origin, first_row, valid_rows,
-                                             false);
-      tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, heads,
-                                             batch_heads, blockIdx.y, gridDim.y);
+    const int rows = static_cast<int>(args.N), first_row = block * TILE_ROWS;
+    const int valid_rows = tile::keys_in_use(args, first_row) ? min(TILE_ROWS, rows - first_row) : 0;
+    const tile::Tables tables = KRotation0::tables(args);
+    const afc_tensor rotated = tile::contiguous(args.buffer[2], tables.heads, rows, 128);
+    // One table after the other; its (batch, head)s are divided into parts.
+    const int shares = min(tables.batches * tables.heads, static_cast<int>(gridDim.y));
+    const int parts = max(1, shares / max(tables.count(), 1));
+    for (int share = blockIdx.y; share < tables.count() * parts; share += gridDim.y) {
+      const int table = share / parts, part = share % parts;
+      const tile::Members members = tables.members(table, part, parts);
+      const int b = tables.batch(table), h = tables.head(table);
+      const int origin = static_cast<int>(
+          tile::origin_of(args.k_origin_per_batch, args.k_origin, b, args.N));
+      {
+        using R = KRotation0;
+        __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
+        __syncthreads();  // nobody reads those of the table before any more
+        tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
+                                               false);
+        tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+                                               args.kv_len_per_batch);
+      }
     }
     block -= tile::ceil_div(rows, TILE_ROWS);
   }
@@ -199,9 +230,10 @@ struct Rows {
 
 // Scores of keys that are not kept -> -inf.
 AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, int first_key, const Item &item,
-                          const afc_args &args) {
+                          const tile::Places &places, const afc_args &args) {
+  const int keys = places.keys;
   const int last_row = static_cast<int>(args.M) - 1;
-  const int q_origin = static_cast<int>(args.q_origin), k_origin = static_cast<int>(args.k_origin);
+  const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
@@ -211,24 +243,30 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
         const int n = first_key + c * 8 + tile::fragment_column() + e % 2;
         const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
         const int i = m + q_origin, j = n + k_origin;
-        const bool inside = n < args.N && keep(m, n, i, j, item, args);
+        const bool inside = n < keys && keep(m, n, i, j, item, args);
         s[r][c][e] = inside ? s[r][c][e] : -tile::INFINITE;
       }
 }
 
-// One key tile: S = Q K^T, scores, online softmax, O += P V.
+// One key tile: S = Q K^T, scores, online softmax, O += P V. `finite`: all of V is; else what a row does not see must
+// not reach it.
 template <bool FULL>
 AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
-                     const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, const Item &item,
-                     const afc_args &args) {
+                     const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, bool finite, const Item &item,
+                     const tile::Places &places, const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
   tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
-  if constexpr (!FULL) finish_scores(s, first_row, first_key, item, args);
+  if constexpr (!FULL) finish_scores(s, first_row, first_key, item, places, args);
   tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
-  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  if (FULL || finite) {
+    tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  } else {
+    tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
+    tile::multiply_columns_finite<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  }
 }
 
 }  // namespace llama_forward_parts
@@ -236,7 +274,7 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
 extern "C" __global__ void __launch_bounds__(128, 2)
     llama_forward(const __grid_constant__ afc_args args) {
   using namespace llama_forward_parts;
-  const int rows_total = static_cast<int>(args.M), keys = static_cast<int>(args.N);
+  const int rows_total = static_cast<int>(args.M);
   const int heads = static_cast<int>(args.Hq);
   const int warp_row = tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16);
 
@@ -248,9 +286,14 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   const int valid_rows = min(TILE_M, rows_total - first_row);
   const int kv_head = work.head / (heads / static_cast<int>(args.Hk));
   const Item item = load_item(args, work.batch, work.head);
-  const tile::Walk walk = tile::Walk::of(key_run(args, first_row, first_row + valid_rows - 1), TILE_N);
   __shared__ tile::WorkItem work_at_end;  // not kept in registers, which the main loop needs
-  if (threadIdx.x == 0) work_at_end = work;
+  __shared__ tile::Places places;
+  if (threadIdx.x == 0) {
+    work_at_end = work;
+    places = tile::places_of(args, work.batch);
+  }
+  __syncthreads();
+  const tile::Walk walk = tile::Walk::of(key_run(args, places, first_row, first_row + valid_rows - 1), TILE_N);
 
   // ---- first copies: Q, and the first key tile
   const afc_tensor k_rows = tile::contiguous(args.buffer[2], args.Hk, args.N, D_QK);  // rotated
@@ -260,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   const uint32_t q_tile = ptx::shared_address(shared_memory), stages = q_tile + TileQ::BYTES;
   auto copy_keys = [&](int step) {
     const uint32_t stage = stages + (step & 1) * STAGE_BYTES;
-    const int first_key = walk.tile(step) * TILE_N, valid_keys = keys - first_key;
+    const int first_key = walk.tile(step) * TILE_N, valid_keys = places.keys - first_key;
     const uint32_t thread = tile::thread_in_step(step);
     tile::copy_rows_async<TileK, THREADS>(stage, k + first_key * k_stride, k_stride, valid_keys, thread);
     tile::copy_rows_async<TileV, THREADS>(stage + TileK::BYTES, v + first_key * v_stride, v_stride, valid_keys, thread);
@@ -275,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   // ---- rotate Q
   ptx::cp_async_wait<1>();
   __syncthreads();
-  tile::rotate_tile<Element, TileQ, QRotation0, THREADS>(shared_memory, QRotation0::table(args, first_row), valid_rows);
+  tile::rotate_tile<Element, TileQ, QRotation0, THREADS>(shared_memory, QRotation0::table(args, work.batch, work.head, first_row), valid_rows);
 
   // ---- key tiles: wait for this one, start the copy of the next, compute
   Rows rows;
@@ -288,9 +331,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   __syncthreads();
   tile::load_operand(rows.q, q_blocks, q_tile);
 
-  auto next_tile_ready = [&](int step) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // the copies of all threads are visible, and nobody reads the other stage any more
+  auto copy_next = [&](int step) {  // returns the stage of this one
     if (step + 1 < walk.count) copy_keys(step + 1);
     ptx::cp_async_commit();
     return stages + (step & 1) * STAGE_BYTES;
@@ -301,26 +342,34 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   };
 #pragma unroll 1
   for (int step = 0; step < walk.partial; ++step) {
-    const uint32_t stage = next_tile_ready(step);
-    key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, item, args);
+    ptx::cp_async_wait<0>();
+    const unsigned char *v_tile = shared_memory + TileQ::BYTES + (step & 1) * STAGE_BYTES + TileK::BYTES;
+    const bool infinite = tile::holds_infinite<Element, TileV, THREADS>(v_tile, tile::thread_in_step(step));
+    const bool finite = __syncthreads_or(infinite) == 0;  // and as below
+    const uint32_t stage = copy_next(step);
+    key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, finite, item,
+                    places, args);
   }
 #pragma unroll 1
   for (int step = walk.partial; step < walk.count; ++step) {
-    const uint32_t stage = next_tile_ready(step);
-    key_tile<true>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, item, args);
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the copies of all threads are visible, and nobody reads the other stage any more
+    const uint32_t stage = copy_next(step);
+    key_tile<true>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, true, item,
+                   places, args);
   }
 
   // ---- O and LSE
+  const int batch = work_at_end.batch, head = work_at_end.head, first_o = work_at_end.tile * TILE_M;
+  const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
   float lse[ROW_BLOCKS][2];
   tile::softmax_finish(rows.o, rows.softmax, lse, SOFTMAX_SCALE);
   ptx::cp_async_wait<0>();
   __syncthreads();
   tile::round_to_tile<Element, TileO>(shared_memory, rows.o, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16));
   __syncthreads();
-  const int batch = work_at_end.batch, head = work_at_end.head, first_o = work_at_end.tile * TILE_M;
   tile::store_rows<TileO, THREADS>(shared_memory, tile::row_address(args.o, batch, head, first_o), args.o.stride[2] * 2,
                                    static_cast<int>(args.M) - first_o);
-  const int first_lse = first_o + tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16) + tile::fragment_row();
   if (args.lse.data != nullptr && threadIdx.x % 4 == 0) {
     float *lse_rows = static_cast<float *>(args.lse.data) + batch * args.lse.stride[0] + head * args.lse.stride[1];
 #pragma unroll
@@ -337,43 +386,64 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 // llama_rotate_backward: rotation tables and rotated rows, once for all that reads them
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
-// Coefficients depend on rows alone, so a CTA computes them once, in double precision.
+// Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
+// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256) llama_rotate_backward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 3) llama_rotate_backward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
   {
-    const int rows = static_cast<int>(args.M);
-    const int heads = static_cast<int>(args.Hq), batch_heads = heads * static_cast<int>(args.B);
-    const int first_row = block * TILE_ROWS, valid_rows = min(TILE_ROWS, rows - first_row);
-    const afc_tensor rotated = tile::contiguous(args.buffer[0], heads, rows, 128);
-    {
-      using R = QRotation0;
-      __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
-      const int origin = static_cast<int>(args.q_origin);
-      tile::compute_coefficients<R, THREADS>(coefficients, args, origin, first_row, valid_rows,
-                                             blockIdx.y == 0);
-      tile::rotate_rows<Element, R, THREADS>(args.q, rotated, coefficients, first_row, valid_rows, heads,
-                                             batch_heads, blockIdx.y, gridDim.y);
+    const int rows = static_cast<int>(args.M), first_row = block * TILE_ROWS;
+    const int valid_rows = min(TILE_ROWS, rows - first_row);
+    const tile::Tables tables = QRotation0::tables(args);
+    const afc_tensor rotated = tile::contiguous(args.buffer[0], tables.heads, rows, 128);
+    // One table after the other; its (batch, head)s are divided into parts.
+    const int shares = min(tables.batches * tables.heads, static_cast<int>(gridDim.y));
+    const int parts = max(1, shares / max(tables.count(), 1));
+    for (int share = blockIdx.y; share < tables.count() * parts; share += gridDim.y) {
+      const int table = share / parts, part = share % parts;
+      const tile::Members members = tables.members(table, part, parts);
+      const int b = tables.batch(table), h = tables.head(table);
+      const int origin = static_cast<int>(
+          tile::origin_of(args.q_origin_per_batch, args.q_origin, b, args.M));
+      {
+        using R = QRotation0;
+        __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
+        __syncthreads();  // nobody reads those of the table before any more
+        tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
+                                               part == 0);
+        tile::rotate_rows<Element, R, THREADS>(args.q, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+                                               nullptr);
+      }
     }
     block -= tile::ceil_div(rows, TILE_ROWS);
     if (block < 0) return;
   }
 
   {
-    const int rows = static_cast<int>(args.N);
-    const int heads = static_cast<int>(args.Hk), batch_heads = heads * static_cast<int>(args.B);
-    const int first_row = block * TILE_ROWS, valid_rows = min(TILE_ROWS, rows - first_row);
-    const afc_tensor rotated = tile::contiguous(args.buffer[2], heads, rows, 128);
-    {
-      using R = KRotation0;
-      __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
-      const int origin = static_cast<int>(args.k_origin);
-      tile::compute_coefficients<R, THREADS>(coefficients, args, origin, first_row, valid_rows,
-                                             blockIdx.y == 0);
-      tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, heads,
-                                             batch_heads, blockIdx.y, gridDim.y);
+    const int rows = static_cast<int>(args.N), first_row = block * TILE_ROWS;
+    const int valid_rows = tile::keys_in_use(args, first_row) ? min(TILE_ROWS, rows - first_row) : 0;
+    const tile::Tables tables = KRotation0::tables(args);
+    const afc_tensor rotated = tile::contiguous(args.buffer[2], tables.heads, rows, 128);
+    // One table after the other; its (batch, head)s are divided into parts.
+    const int shares = min(tables.batches * tables.heads, static_cast<int>(gridDim.y));
+    const int parts = max(1, shares / max(tables.count(), 1));
+    for (int share = blockIdx.y; share < tables.count() * parts; share += gridDim.y) {
+      const int table = share / parts, part = share % parts;
+      const tile::Members members = tables.members(table, part, parts);
+      const int b = tables.batch(table), h = tables.head(table);
+      const int origin = static_cast<int>(
+          tile::origin_of(args.k_origin_per_batch, args.k_origin, b, args.N));
+      {
+        using R = KRotation0;
+        __shared__ __align__(16) float coefficients[TILE_ROWS * R::PAIRS * R::COEFFICIENTS];
+        __syncthreads();  // nobody reads those of the table before any more
+        tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
+                                               part == 0);
+        tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+                                               args.kv_len_per_batch);
+      }
     }
     block -= tile::ceil_div(rows, TILE_ROWS);
   }
@@ -463,6 +533,7 @@ extern "C" __global__ void __launch_bounds__(256) llama_preprocess(const __grid_
   }
 
   // ---- dQ sum
+  if (args.flags & AFC_DETERMINISTIC) return;  // there is none
   const int blocks = min(TILE_ROWS / 16, tile::ceil_div(rows - first_row, 16));
   float4 *sum = reinterpret_cast<float4 *>(static_cast<float *>(args.buffer[5]) +
                                            tile::block_offset<D_QK>(batch_head, rows, first_row / 16, 0));
@@ -477,6 +548,7 @@ extern "C" __global__ void __launch_bounds__(256) llama_preprocess(const __grid_
 //
 //   S^T = K Q^T     P = exp2(score(S) - lse)     dV  += P^T dO
 //   dP^T = V dO^T   dS = P (dP - delta)          dK  += dS^T Q       dQ += dS K  (dS through shared memory)
+// AFC_DETERMINISTIC: dQ comes from a kernel of its own.
 //
 // Warps: 4 along the keys x 1 along the queries x 1 along the columns of dK and dV.
 // ---------------------------------------------------------------------------------------------------------------------
@@ -544,8 +616,10 @@ AFC_FN Place place(uint32_t thread) {
 // S^T -> P^T, rounded as operand A; s becomes the factor of dP - delta in dS^T. FULL: every element is kept.
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
-                    const float *terms, int first_key, int first_query, const Item &item, const afc_args &args) {
-  const int q_origin = static_cast<int>(args.q_origin), k_origin = static_cast<int>(args.k_origin);
+                    const float *terms, int first_key, int first_query, const Item &item,
+                    const tile::Places &places, const afc_args &args) {
+  const int keys = places.keys;
+  const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
 #pragma unroll
   for (int c = 0; c < QUERY_BLOCKS * 2; ++c) {
     const float4 two_rows = *reinterpret_cast<const float4 *>(terms + c * 16);  // lse, delta, lse, delta
@@ -556,8 +630,8 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
       for (int e = 0; e < 4; ++e) {
         const int m = first_query + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
         const int i = m + q_origin, j = n + k_origin;
+        const bool live = FULL || (n < keys && m < args.M && keep(m, n, i, j, item, args));
         const float lse = e % 2 == 0 ? two_rows.x : two_rows.z;
-        const bool live = FULL || (n < args.N && m < args.M && keep(m, n, i, j, item, args));
         const float x = live ? s[r][c][e] : -tile::INFINITE;
         weight[e] = ptx::exp2_approx(fmaf(x, SCALE_LOG2, -lse));
         s[r][c][e] = weight[e];
@@ -590,16 +664,21 @@ AFC_FN void score_gradients(uint32_t (&ds)[QUERY_BLOCKS][KEY_BLOCKS][4],
   }
 }
 
-// dS K of this warp's rows and columns of dQ, added to the sum in global memory.
+// dS K of this warp's rows and columns of dQ, added to the sum in global memory. `finite`: all of K is, or every element is kept.
 AFC_FN void add_dq(float *sum, uint32_t shared, const tile::Blocks<TileDS> &ds_blocks,
-                   const tile::Blocks<TileK> &k_blocks, const Place &at, int batch_head, int first_query, int queries) {
+                   const tile::Blocks<TileK> &k_blocks, const Place &at, int batch_head, int first_query, int queries,
+                   bool finite) {
   constexpr int COLUMN_BLOCKS = D_QK / 16;
   const int mine = COLUMN_BLOCKS % DQ_COLUMN_WARPS == 0
                        ? COLUMN_BLOCKS / DQ_COLUMN_WARPS
                        : (COLUMN_BLOCKS - at.dq_column_warp + DQ_COLUMN_WARPS - 1) / DQ_COLUMN_WARPS;
   float dq[DQ_ROW_BLOCKS][DQ_OCTETS][4];
   tile::clear(dq);
-  tile::multiply_transposed<Element, DQ_COLUMN_WARPS>(dq, ds_blocks, shared + DS_OFFSET, k_blocks, shared, mine);
+  if (finite)
+    tile::multiply_transposed<Element, DQ_COLUMN_WARPS>(dq, ds_blocks, shared + DS_OFFSET, k_blocks, shared, mine);
+  else
+    tile::multiply_transposed<Element, DQ_COLUMN_WARPS, false>(dq, ds_blocks, shared + DS_OFFSET, k_blocks, shared,
+                                                               mine);
 #pragma unroll
   for (int r = 0; r < DQ_ROW_BLOCKS; ++r) {
     const int row_block = first_query / 16 + at.dq_row_warp * DQ_ROW_BLOCKS + r;
@@ -625,11 +704,13 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   __shared__ tile::WorkItem work;
   __shared__ tile::GroupWalk walk;
   __shared__ tile::GroupWalk::Position positions[2];  // of the even and the odd steps
+  __shared__ tile::Places places;
   if (threadIdx.x == 0) {
     work = tile::work_item(blockIdx.x, tile::ceil_div(keys, TILE_N), kv_heads, static_cast<int>(args.B), SECTION,
                            false);
-    const int first = work.tile * TILE_N, last = min(first + TILE_N, keys) - 1;
-    Run run = query_run(args, first, last);
+    places = tile::places_of(args, work.batch);
+    const int first = work.tile * TILE_N, last = min(first + TILE_N, places.keys) - 1;
+    Run run = last < first ? Run{0, 0, 0, 0} : query_run(args, places, first, last);
     if (last < first + TILE_N - 1) run.full_begin = run.full_end;
     walk = tile::GroupWalk::of(run, TILE_M, group);
     positions[0] = walk.begin();
@@ -645,10 +726,10 @@ extern "C" __global__ void __launch_bounds__(128, 1)
 
   // ---- copies: K and V once; Q, dO and row terms per step
   tile::copy_rows_async<TileK, THREADS>(shared, tile::row_address(k_rows, work.batch, work.head, work.tile * TILE_N),
-                                        k_rows.stride[2] * 2, keys - work.tile * TILE_N, threadIdx.x);
+                                        k_rows.stride[2] * 2, places.keys - work.tile * TILE_N, threadIdx.x);
   tile::copy_rows_async<TileV, THREADS>(shared + V_OFFSET,
                                         tile::row_address(args.v, work.batch, work.head, work.tile * TILE_N),
-                                        args.v.stride[2] * 2, keys - work.tile * TILE_N, threadIdx.x);
+                                        args.v.stride[2] * 2, places.keys - work.tile * TILE_N, threadIdx.x);
   auto copy_q = [&](int step, const tile::GroupWalk::Position &next) {
     const int first = walk.tile(next) * TILE_M, head = work.head * group + next.member;
     tile::copy_rows_async<TileQ, THREADS>(shared + Q_OFFSET + (step & (Q_STAGES - 1)) * TileQ::BYTES,
@@ -690,10 +771,27 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   const auto ds_blocks = tile::row_major_blocks<TileDS>(0).from_column_block(start.dq_row_warp * DQ_ROW_BLOCKS);
   const auto k_columns_blocks = tile::column_major_blocks<TileK>(0).from_column_block(start.dq_column_warp);
 
+  // Where elements are tested, what is not finite in K, Q or dO must not reach rows that it is hidden from.
+  __shared__ bool keys_finite;
+  if (walk.partial > 0) {
+    ptx::cp_async_wait<0>();
+    const bool infinite = tile::holds_infinite<Element, TileK, THREADS>(shared_memory, threadIdx.x);
+    const bool finite = __syncthreads_or(infinite) == 0;
+    if (threadIdx.x == 0) keys_finite = finite;
+  }
   auto query_tile = [&](auto full, int step) {
     constexpr bool FULL = decltype(full)::value;
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the copies of all threads are visible, and the step before is over
+    bool finite = true;  // Q and dO
+    if constexpr (FULL) {
+      __syncthreads();  // the copies of all threads are visible, and the step before is over
+    } else {
+      const uint32_t thread = tile::thread_in_step(step);
+      const unsigned char *q_bytes = shared_memory + Q_OFFSET + (step & (Q_STAGES - 1)) * TileQ::BYTES;
+      const unsigned char *do_bytes = shared_memory + DO_OFFSET + (step & (DO_STAGES - 1)) * TileDO::BYTES;
+      finite = __syncthreads_or(tile::holds_infinite<Element, TileQ, THREADS>(q_bytes, thread) ||
+                                tile::holds_infinite<Element, TileDO, THREADS>(do_bytes, thread)) == 0;
+    }
     const tile::GroupWalk::Position now = positions[step & 1], next = walk.next(now);
     if (threadIdx.x == 0) positions[(step + 1) & 1] = next;
     const int first_query = walk.tile(now) * TILE_M;
@@ -714,8 +812,13 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     tile::clear(s);
     tile::multiply_rows<Element>(s, k_rows_blocks, shared, q_rows_blocks, q_tile);
     uint32_t p[QUERY_BLOCKS][KEY_BLOCKS][4];
-    weights<FULL>(p, s, terms, work.tile * TILE_N + at.key, first_query + at.query, item, args);
-    tile::multiply_columns<Element, COLUMN_WARPS>(dv, p, do_columns_blocks, do_tile);
+    weights<FULL>(p, s, terms, work.tile * TILE_N + at.key, first_query + at.query, item, places, args);
+    if (FULL || finite) {
+      tile::multiply_columns<Element, COLUMN_WARPS>(dv, p, do_columns_blocks, do_tile);
+    } else {
+      tile::mark_infinite<Element>(p, do_rows_blocks, do_tile);
+      tile::multiply_columns_finite<Element, COLUMN_WARPS>(dv, p, do_columns_blocks, do_tile);
+    }
 
     float dp[KEY_BLOCKS][QUERY_BLOCKS * 2][4];
     tile::clear(dp);
@@ -725,12 +828,16 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     if (COLUMN_WARPS == 1 || at.column_warp == 0)
       tile::store_operand<TileDS>(shared_memory + DS_OFFSET, ds, at.key_warp * (KEY_BLOCKS * 16),
                                   at.query_warp * QUERY_BLOCKS);
-    tile::multiply_columns<Element, COLUMN_WARPS>(dk, ds, q_columns_blocks, q_tile);
+    if (FULL || finite)
+      tile::multiply_columns<Element, COLUMN_WARPS>(dk, ds, q_columns_blocks, q_tile);
+    else
+      tile::multiply_columns_finite<Element, COLUMN_WARPS>(dk, ds, q_columns_blocks, q_tile);
 
     __syncthreads();  // dS is complete, and nobody reads Q or dO any more
     const tile::GroupWalk::Position still = positions[step & 1];  // read again rather than kept
+    if (args.flags & AFC_DETERMINISTIC) return;
     add_dq(dq_sum, shared, ds_blocks, k_columns_blocks, place(tile::thread_in_step(step)),
-           work.batch * heads + work.head * group + still.member, walk.tile(still) * TILE_M, queries);
+           work.batch * heads + work.head * group + still.member, walk.tile(still) * TILE_M, queries, FULL || keys_finite);
   };
 #pragma unroll 1
   for (int step = 0; step < walk.partial; ++step) query_tile(tile::Constant<bool, false>(), step);
@@ -741,6 +848,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   const Place at = place(threadIdx.x);
   const int warp_key_row = at.key_warp * (KEY_BLOCKS * 16);
   const int first_key = work.tile * TILE_N, valid_keys = min(TILE_N, keys - first_key);
+  const int rotated_keys = min(valid_keys, places.keys - first_key);  // the others have no gradient
   ptx::cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
@@ -752,7 +860,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   unsigned char *dk_rows = tile::row_address(args.dk, work.batch, work.head, first_key);
   unsigned char *dv_rows = tile::row_address(args.dv, work.batch, work.head, first_key);
   tile::rotate_accumulator_back<KRotation0, COLUMN_WARPS>(
-      dk, at.column_warp, KRotation0::table(args, first_key), warp_key_row, valid_keys);
+      dk, at.column_warp, KRotation0::table(args, work.batch, work.head, first_key), warp_key_row, rotated_keys);
   if (at.query_warp == 0) {
     tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
     tile::round_to_tile<Element, TileV>(shared_memory + V_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
@@ -795,8 +903,188 @@ extern "C" __global__ void __launch_bounds__(256) llama_postprocess(const __grid
     dq[row * PITCH + column] = sum[index] * GRADIENT_SCALE;
   }
   __syncthreads();
-  tile::rotate_rows_back<QRotation0, THREADS>(dq, PITCH, QRotation0::table(args, first_row), rows);
+  tile::rotate_rows_back<QRotation0, THREADS>(dq, PITCH, QRotation0::table(args, batch, head, first_row), rows);
   __syncthreads();
   tile::round_rows<Element, D_QK, THREADS>(dq, PITCH, tile::row_address(args.dq, batch, head, first_row),
                                            args.dq.stride[2] * 2, rows);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// llama_backward_queries: dQ in an order that is always the same (AFC_DETERMINISTIC)
+//
+// A CTA computes 64 rows of dQ of one (batch, head) with 4 warps. It walks over their keys as the forward does
+// and computes scores and weights again, so that no two CTAs add to one row:
+//
+//   S = Q K^T     P = exp2(score(S) - lse)     dP = dO V^T   dS = P (dP - delta)          dQ += dS K
+// ---------------------------------------------------------------------------------------------------------------------
+namespace llama_backward_queries_parts {
+
+constexpr int D_QK = 128, D_V = 128;
+constexpr int TILE_M = 64, TILE_N = 32, WARPS = 4, THREADS = WARPS * 32;
+constexpr int ROW_BLOCKS = TILE_M / WARPS / 16;  // 16-row blocks of a warp
+constexpr int KEY_OCTETS = TILE_N / 8, QK_OCTETS = D_QK / 8;
+constexpr int SECTION = 8;  // heads worked on at a time
+constexpr int PITCH = D_QK + 4;  // of float32 rows of dQ
+constexpr float SCALE_LOG2 = 0.12751743082459868f;
+constexpr float GRADIENT_SCALE = 0.08838834764831845f;
+
+using TileQ = tile::SharedTile<TILE_M, D_QK>;
+using TileDO = tile::SharedTile<TILE_M, D_V>;
+using TileK = tile::SharedTile<TILE_N, D_QK>;
+using TileV = tile::SharedTile<TILE_N, D_V>;
+
+// Shared memory: Q | dO | K, V of stage 0 | K, V of stage 1; at the end dQ in float32 over all of it.
+constexpr int DO_OFFSET = TileQ::BYTES, STAGES_OFFSET = DO_OFFSET + TileDO::BYTES;
+constexpr int STAGE_BYTES = TileK::BYTES + TileV::BYTES;
+constexpr int INPUT_BYTES = STAGES_OFFSET + 2 * STAGE_BYTES, ROWS_BYTES = TILE_M * PITCH * 4;
+constexpr int SHARED_BYTES = INPUT_BYTES > ROWS_BYTES ? INPUT_BYTES : ROWS_BYTES;
+static_assert(SHARED_BYTES == 65536, "the launch plan and the kernel disagree on shared memory");
+static_assert(TILE_M == ROW_BLOCKS * WARPS * 16, "warps must divide the query tile into 16-row blocks");
+
+// What a warp keeps from key tile to key tile.
+struct Rows {
+  float dq[ROW_BLOCKS][QK_OCTETS][4];
+  float2 terms[ROW_BLOCKS][2];  // lse in units of log2, delta
+};
+
+// Raw products s and dP -> dS, in the place of dP. FULL: every key of the tile is kept, by every row.
+template <bool FULL>
+AFC_FN void score_gradients(const float (&s)[ROW_BLOCKS][KEY_OCTETS][4], float (&dp)[ROW_BLOCKS][KEY_OCTETS][4],
+                            const Rows &rows, int first_row, int first_key, const Item &item,
+                            const tile::Places &places, const afc_args &args) {
+  const int keys = places.keys;
+  const int last_row = static_cast<int>(args.M) - 1;
+  const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int c = 0; c < KEY_OCTETS; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = first_key + c * 8 + tile::fragment_column() + e % 2;
+        const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
+        const int i = m + q_origin, j = n + k_origin;
+        const bool live = FULL || (n < keys && keep(m, n, i, j, item, args));
+        const float x = s[r][c][e];
+        const float2 terms = rows.terms[r][e / 2];
+        const float scored = live ? x : -tile::INFINITE;
+        const float weight = ptx::exp2_approx(fmaf(scored, SCALE_LOG2, -terms.x));
+        const bool passes = FULL || weight != 0.0f;  // where nothing is kept, V may hold anything
+        const float product = weight * (dp[r][c][e] - terms.y);
+        dp[r][c][e] = passes ? product : 0.0f;
+      }
+}
+
+}  // namespace llama_backward_queries_parts
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    llama_backward_queries(const __grid_constant__ afc_args args) {
+  using namespace llama_backward_queries_parts;
+  const int rows_total = static_cast<int>(args.M), heads = static_cast<int>(args.Hq);
+  const int warp_row = tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16);
+
+  // ---- work item
+  const tile::WorkItem work = tile::work_item(blockIdx.x, tile::ceil_div(rows_total, TILE_M), heads,
+                                              static_cast<int>(args.B), SECTION,
+                                              true);
+  const int first_row = work.tile * TILE_M;
+  const int valid_rows = min(TILE_M, rows_total - first_row);
+  const int kv_head = work.head / (heads / static_cast<int>(args.Hk));
+  const Item item = load_item(args, work.batch, work.head);
+  __shared__ tile::WorkItem work_at_end;  // not kept in registers, which the main loop needs
+  __shared__ tile::Places places;
+  if (threadIdx.x == 0) {
+    work_at_end = work;
+    places = tile::places_of(args, work.batch);
+  }
+  __syncthreads();
+  const tile::Walk walk = tile::Walk::of(key_run(args, places, first_row, first_row + valid_rows - 1), TILE_N);
+
+  // ---- first copies: Q, dO, and the first key tile
+  const afc_tensor q_rows = tile::contiguous(args.buffer[0], args.Hq, args.M, D_QK);  // rotated
+  const afc_tensor k_rows = tile::contiguous(args.buffer[2], args.Hk, args.N, D_QK);  // rotated
+  const unsigned char *k = tile::row_address(k_rows, work.batch, kv_head, 0);
+  const unsigned char *v = tile::row_address(args.v, work.batch, kv_head, 0);
+  const int64_t k_stride = k_rows.stride[2] * 2, v_stride = args.v.stride[2] * 2;
+  const uint32_t q_tile = ptx::shared_address(shared_memory), do_tile = q_tile + DO_OFFSET;
+  auto copy_keys = [&](int step) {
+    const uint32_t stage = q_tile + STAGES_OFFSET + (step & 1) * STAGE_BYTES;
+    const int first_key = walk.tile(step) * TILE_N, valid_keys = places.keys - first_key;
+    const uint32_t thread = tile::thread_in_step(step);
+    tile::copy_rows_async<TileK, THREADS>(stage, k + first_key * k_stride, k_stride, valid_keys, thread);
+    tile::copy_rows_async<TileV, THREADS>(stage + TileK::BYTES, v + first_key * v_stride, v_stride, valid_keys, thread);
+  };
+  tile::copy_rows_async<TileQ, THREADS>(q_tile, tile::row_address(q_rows, work.batch, work.head, first_row),
+                                        q_rows.stride[2] * 2, valid_rows, threadIdx.x);
+  tile::copy_rows_async<TileDO, THREADS>(do_tile, tile::row_address(args.d_o, work.batch, work.head, first_row),
+                                         args.d_o.stride[2] * 2, valid_rows, threadIdx.x);
+  if (walk.count > 0) copy_keys(0);
+  ptx::cp_async_commit();
+
+  // ---- key tiles: wait for this one, start the copy of the next, compute
+  Rows rows;
+  tile::clear(rows.dq);
+  const float2 *row_terms = static_cast<const float2 *>(args.buffer[4]) +
+                            (static_cast<int64_t>(work.batch) * heads + work.head) * rows_total;
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      rows.terms[r][half] = row_terms[min(first_row + warp_row + r * 16 + half * 8 + tile::fragment_row(), rows_total - 1)];
+  const auto q_blocks = tile::column_major_blocks<TileQ>(warp_row);
+  const auto do_blocks = tile::column_major_blocks<TileDO>(warp_row);
+  const auto k_rows_blocks = tile::row_major_blocks<TileK>(0);
+  const auto v_rows_blocks = tile::row_major_blocks<TileV>(0);
+  const auto k_columns_blocks = tile::column_major_blocks<TileK>(0);
+  auto key_tile = [&](auto full, int step) {
+    constexpr bool FULL = decltype(full)::value;
+    const uint32_t thread = tile::thread_in_step(step), stage = q_tile + STAGES_OFFSET + (step & 1) * STAGE_BYTES;
+    ptx::cp_async_wait<0>();
+    bool finite = true;  // all of K is; else what a row does not see must not reach it
+    if constexpr (FULL) {
+      __syncthreads();  // the copies of all threads are visible, and nobody reads the other stage any more
+    } else {
+      const unsigned char *k_tile = shared_memory + STAGES_OFFSET + (step & 1) * STAGE_BYTES;
+      finite = __syncthreads_or(tile::holds_infinite<Element, TileK, THREADS>(k_tile, thread)) == 0;
+    }
+    if (step + 1 < walk.count) copy_keys(step + 1);
+    ptx::cp_async_commit();
+
+    float s[ROW_BLOCKS][KEY_OCTETS][4], dp[ROW_BLOCKS][KEY_OCTETS][4];
+    tile::clear(s);
+    tile::multiply_rows<Element>(s, q_blocks, q_tile, k_rows_blocks, stage);
+    tile::clear(dp);
+    tile::multiply_rows<Element>(dp, do_blocks, do_tile, v_rows_blocks, stage + TileK::BYTES);
+    const int row = first_row + static_cast<int>(thread / 32 * (ROW_BLOCKS * 16) + thread % 32 / 4);
+    score_gradients<FULL>(s, dp, rows, row, walk.tile(step) * TILE_N, item, places, args);
+    uint32_t ds[TILE_N / 16][ROW_BLOCKS][4];
+    tile::round_to_operand<Element>(ds, dp);
+    if (FULL || finite)
+      tile::multiply_columns<Element>(rows.dq, ds, k_columns_blocks, stage);
+    else
+      tile::multiply_columns_finite<Element>(rows.dq, ds, k_columns_blocks, stage);
+  };
+#pragma unroll 1
+  for (int step = 0; step < walk.partial; ++step) key_tile(tile::Constant<bool, false>(), step);
+#pragma unroll 1
+  for (int step = walk.partial; step < walk.count; ++step) key_tile(tile::Constant<bool, true>(), step);
+
+  // ---- dQ
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+    for (int c = 0; c < QK_OCTETS; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rows.dq[r][c][e] *= GRADIENT_SCALE;
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  float *dq = reinterpret_cast<float *>(shared_memory);
+  tile::store_floats(dq, PITCH, rows.dq, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16), 0, 1);
+  __syncthreads();
+  const int batch = work_at_end.batch, head = work_at_end.head, first = work_at_end.tile * TILE_M;
+  const int stored_rows = min(TILE_M, static_cast<int>(args.M) - first);
+  tile::rotate_rows_back<QRotation0, THREADS>(dq, PITCH, QRotation0::table(args, batch, head, first), stored_rows);
+  __syncthreads();
+  tile::round_rows<Element, D_QK, THREADS>(dq, PITCH, tile::row_address(args.dq, batch, head, first),
+                                           args.dq.stride[2] * 2, stored_rows);
 }

@@ -33,6 +33,7 @@ enum Kernel {
   QWEN3_POSTPROCESS_KEYS,
   QWEN3_POSTPROCESS_SUM,
   QWEN3_POSTPROCESS_KEYS_SUM,
+  QWEN3_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -48,9 +49,10 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"qwen3_postprocess_keys", 25600, 128},
     {"qwen3_postprocess_sum", 0, 256},
     {"qwen3_postprocess_keys_sum", 0, 256},
+    {"qwen3_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&qwen3_cuda_bfloat16_128_128_images, kernels, 12};
+afc_gpu_module gpu = {&qwen3_cuda_bfloat16_128_128_images, kernels, 13};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -106,20 +108,6 @@ int check(const afc_args &args, bool backward) {
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
   }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
-  }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
   }
@@ -162,9 +150,9 @@ int64_t place(afc_args &args, bool backward) {
     at += ceil_div(bytes, 256) * 256;
   };
   take(0, true, 2 * (args.B * args.Hq * args.M * 128));  // q_rotated
-  take(1, true, 4 * (args.M * 128));  // q_table
+  take(1, true, 4 * ((args.q_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.M * 128)));  // q_table
   take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
-  take(3, true, 4 * (args.N * 128));  // k_table
+  take(3, true, 4 * ((args.k_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.N * 128)));  // k_table
   take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
   take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
   take(6, backward, 4 * (args.B * args.Hk * args.N * 128));  // dk_sum
@@ -210,6 +198,19 @@ extern "C" int qwen3_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int qwen3_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(QWEN3_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, 1, args)) return status;
+    if (int status = launch(QWEN3_TRANSFORM_BACKWARD, (args.M + 31) / 32 * args.Hq * args.B + (args.N + 31) / 32 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(QWEN3_CLEAR, 256, 1, args)) return status;
+    if (int status = launch(QWEN3_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(QWEN3_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(QWEN3_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(QWEN3_POSTPROCESS, shares_of(qwen3_postprocess_shares, args).blocks(), 1, args)) return status;
+    if (int status = launch(QWEN3_POSTPROCESS_KEYS, shares_of(qwen3_postprocess_keys_shares, args).blocks(), 1, args)) return status;
+    if (int status = launch(QWEN3_POSTPROCESS_SUM, ceil_div(shares_of(qwen3_postprocess_shares, args).largest(), 8), 1, args)) return status;
+    if (int status = launch(QWEN3_POSTPROCESS_KEYS_SUM, ceil_div(shares_of(qwen3_postprocess_keys_shares, args).largest(), 8), 1, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(QWEN3_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, 1, args)) {
     return status;
   }

@@ -28,6 +28,7 @@ enum Kernel {
   T5_DECODER_POSTPROCESS,
   T5_DECODER_CAPTURED,
   T5_DECODER_CAPTURED_SUM,
+  T5_DECODER_BACKWARD_QUERIES,
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
@@ -38,9 +39,10 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"t5_decoder_postprocess", 16896, 256},
     {"t5_decoder_captured", 59904, 128},
     {"t5_decoder_captured_sum", 0, 256},
+    {"t5_decoder_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&t5_decoder_cuda_bfloat16_128_128_images, kernels, 7};
+afc_gpu_module gpu = {&t5_decoder_cuda_bfloat16_128_128_images, kernels, 8};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -88,20 +90,6 @@ int check(const afc_args &args, bool backward) {
   const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
   if (args.flags & AFC_ACCUMULATE) {
     return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
-  }
-  if (backward && (args.flags & AFC_DETERMINISTIC)) {
-    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_DETERMINISTIC: this backward pass adds dQ in no fixed order");
-  }
-  const struct {
-    const char *name;
-    const int64_t *values;
-  } per_batch[] = {{"q_origin_per_batch", args.q_origin_per_batch},
-                   {"k_origin_per_batch", args.k_origin_per_batch},
-                   {"kv_len_per_batch", args.kv_len_per_batch}};
-  for (const auto &field : per_batch) {
-    if (field.values != nullptr) {
-      return afc_fail(AFC_UNSUPPORTED, "%s: not supported by this module, must be null", field.name);
-    }
   }
   if (args.o_raw.data != nullptr) {
     return afc_fail(AFC_UNSUPPORTED, "o_raw: this attention has no output block, must be null");
@@ -177,6 +165,15 @@ extern "C" int t5_decoder_cuda_bfloat16_128_128_forward(const afc_args *call) {
 extern "C" int t5_decoder_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(T5_DECODER_CLEAR, 256, 1, args)) return status;
+    if (int status = launch(T5_DECODER_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(T5_DECODER_BACKWARD, (args.N + 63) / 64 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(T5_DECODER_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(T5_DECODER_CAPTURED, shares_of(t5_decoder_captured_shares, args).wanted_blocks(), 1, args)) return status;
+    if (int status = launch(T5_DECODER_CAPTURED_SUM, ceil_div(shares_of(t5_decoder_captured_shares, args).largest(), 8), 1, args)) return status;
+    return AFC_OK;
+  }
   if (int status = launch(T5_DECODER_CLEAR, 256, 1, args)) {
     return status;
   }
