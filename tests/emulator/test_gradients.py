@@ -24,7 +24,17 @@ from tests.support.dense import Variant, softmax_attention  # noqa: E402
 from tests.support.published import PUBLISHED, Shape  # noqa: E402
 
 Tensor = torch.Tensor
-SCORES = ("clipped_distance", "deberta", "forgetting", "kerple", "locality", "ssmax", "swin", "t5_decoder")
+SCORES = (
+    "clipped_distance",
+    "deberta",
+    "forgetting",
+    "kerple",
+    "learned_sink",
+    "locality",
+    "ssmax",
+    "swin",
+    "t5_decoder",
+)
 ROWS = ("gemma3_global", "qknorm", "qwen3", "vit22b")
 OUTPUTS = ("alphafold", "headwise_norm", "qwen3_next")
 
@@ -50,7 +60,7 @@ def test_published(name: str) -> None:
     check(name, 32, replace(PUBLISHED[name].shape, d=32))
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [40, 64, 128, 256])
 @pytest.mark.parametrize("name", ["t5_decoder", "qwen3", "headwise_norm"])
 def test_head_sizes(name: str, d: int) -> None:
     check(name, d, Shape(1, 4, 2, 67, 67, d))
@@ -84,6 +94,9 @@ attention embedded(q, k, v; ids[B, N]: int, table[5, H]: grad) {
     return softmax(chosen(scaled_dot_product(q, k); ids, table)) @ v
 }
 attention scattered(q, k, v; t[7]: grad) = softmax(crossed(scaled_dot_product(q, k); t)) @ v
+attention sigmoid_bias(q, k, v; slope[H]: grad) {
+    return sigmoid_attention(causal(alibi(scaled_dot_product(q, k); slope))) @ v
+}
 attention several(q, k, v; slope[H]: grad, bias[1|B, H, M, N]: grad, t[7]: grad) {
     s = crossed(additive_bias(alibi(scaled_dot_product(q, k); slope); bias); t)
     return softmax(sliding_window(causal(s); w = 40)) @ v
@@ -192,6 +205,72 @@ def test_equal_calls_give_equal_gradients(module: ModuleType, monkeypatch: pytes
         o = module.several(q, k, v, slope=slope, bias=bias, t=t)
         found.append(torch.autograd.grad(o.float().square().sum(), (k, v, slope, bias, t)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "headwise_norm", "deberta"])
+def test_deterministic_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, shape = PUBLISHED[name], Shape(1, 4, 2, 70, 70, 32)
+    call = getattr(published(name, 32), variant.attention)
+    rows = [x.requires_grad_() for x in inputs(1, 4, 2, 70, 70, 32, 32, torch.bfloat16)]
+    options = variant.arguments(shape)
+    learned = [options[t.name].requires_grad_() for t in call.info.tensors if t.grad]
+    found = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("AFC_EMULATOR_SEED", seed)
+        o = call(*rows, **options, deterministic=True)
+        found.append(torch.autograd.grad(o.float().square().sum(), (*rows, *learned)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    usual = torch.autograd.grad(call(*rows, **options).float().square().sum(), (*rows, *learned))
+    for a, b in zip(found[0], usual, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8 * float(b.abs().max()))
+
+
+def test_weights_without_a_sum(module: ModuleType) -> None:
+    def reference(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+        m, n = places(q, k)
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        s = q @ k.transpose(-1, -2) * 32**-0.5 - slope.to(q.dtype)[:, None, None] * (m - n)
+        p = torch.where(n <= m, torch.sigmoid(s), 0.0).to(v.dtype)
+        return p @ v, (q * 0).sum(-1)
+
+    slope = torch.rand(4)
+    q, k, v = inputs(2, 4, 2, 70, 70, 32, 32, torch.bfloat16)
+    variant = Variant("sigmoid_bias", "sigmoid_bias", reference)
+    call = without_lse(module.sigmoid_bias)
+    bad = failures(compare(call, variant, q, k, v, {"slope": slope}, learned=("slope",)))
+    assert not bad, f"(error, allowed) {bad}"
+
+
+@pytest.mark.parametrize("name", ["forgetting", "qwen3", "qwen3_next", "t5_decoder"])
+def test_key_counts_and_origins_of_each_batch_entry(name: str) -> None:
+    """As many calls with k, v and captured tensors cut to the keys of one batch entry, at its origins."""
+    variant, shape = PUBLISHED[name], Shape(2, 4, 2, 40, 90, 32)
+    call = getattr(published(name, 32), variant.attention)
+    options = {x: y for x, y in variant.arguments(shape).items() if x not in ("q_origin", "k_origin")}
+    tensors = inputs(2, 4, 2, 40, 90, 32, 32, torch.bfloat16)
+    counts, q_origins, k_origins = [70, 3], [60, 5], [10, 0]
+    learned = [options[t.name] for t in call.info.tensors if t.grad]
+    leaves = [x.requires_grad_() for x in (*tensors, *learned)]
+    do = torch.randn(2, 4, 40, 32, dtype=torch.bfloat16)
+
+    def of_batch(b: int, count: int) -> Tensor:
+        own = dict(options)
+        for info in call.info.tensors:
+            for axis, (size, _) in enumerate(info.shape):
+                x = own[info.name]
+                if size == "N" or (size == "B" and x.shape[axis] > 1):
+                    own[info.name] = x.narrow(axis, *((0, count) if size == "N" else (b, 1)))
+        q, k, v = (x[b : b + 1] for x in tensors)
+        origins = {"q_origin": q_origins[b], "k_origin": k_origins[b]}
+        o: Tensor = call(q, k[:, :, :count], v[:, :, :count], **own, **origins)
+        return o
+
+    every = {"kv_len": counts, "q_origin": q_origins, "k_origin": k_origins}
+    together = call(*tensors, **options, **{x: torch.tensor(y) for x, y in every.items()})
+    alone = torch.cat([of_batch(b, count) for b, count in enumerate(counts)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    for x, y in zip(*(torch.autograd.grad(o, leaves, do) for o in (together, alone)), strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-9 * float(y.abs().max()))
 
 
 def test_only_some_gradients_are_asked_for(module: ModuleType) -> None:
