@@ -83,7 +83,7 @@ typedef struct afc_args {
   int64_t max_q, max_k;
   const int32_t *page_table;
   int64_t page_stride, page_size;
-  // [B] each, or null; read by CPU modules. Origins replace q_origin and k_origin; keys n >= kv_len of a batch
+  // [B] each, or null; on the device of the call. Origins replace q_origin and k_origin; keys n >= kv_len of a batch
   // are never read, contribute nothing and get gradient 0.
   const int64_t *q_origin_per_batch, *k_origin_per_batch, *kv_len_per_batch;
   const void *q_pos, *k_pos;

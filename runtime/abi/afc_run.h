@@ -6,12 +6,18 @@
 
 #include "afc_abi.h"
 
-#ifndef AFC_FN  // of a function, and of a member of a structure
+#ifndef AFC_FN
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AFC_FN __device__ __forceinline__
-#define AFC_MEMBER __device__ __forceinline__
 #else
 #define AFC_FN static inline
+#endif
+#endif
+
+#ifndef AFC_MEMBER  // of a structure; the headers of the CPU define AFC_FN alone
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define AFC_MEMBER __device__ __forceinline__
+#else
 #define AFC_MEMBER inline
 #endif
 #endif
