@@ -480,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     ptx::cp_async_wait<0>();
     const unsigned char *v_tile = shared_memory + TileQ::BYTES + (step & 1) * STAGE_BYTES + TileK::BYTES;
     const bool infinite = tile::holds_infinite<Element, TileV, THREADS>(v_tile, tile::thread_in_step(step));
-    const bool finite = __syncthreads_or(infinite) == 0;  // and as below
+    const bool finite = __syncthreads_or(infinite) == 0;  // a barrier as the one below
     const uint32_t stage = copy_next(step);
     key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, finite, item,
                     places, args);
