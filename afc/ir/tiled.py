@@ -24,7 +24,9 @@ Kind = Literal[
     "output",
     "preprocess",
     "backward",
+    "clear",
     "captured",
+    "sum",
     "postprocess",
     "combine",
     "plan",
@@ -32,7 +34,9 @@ Kind = Literal[
 Axis = Literal["queries", "keys"]
 Pass = Literal["forward", "backward"]
 # y, dy: the output after its blocks, where it has some; o is then the output before them.
-Operand = Literal["q", "k", "v", "o", "do", "y", "dy", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum"]
+Operand = Literal[
+    "q", "k", "v", "o", "do", "y", "dy", "lse", "dlse", "delta", "dq", "dk", "dv", "dq_sum", "dk_sum"
+]
 
 
 # ---- tile operations -------------------------------------------------------------------------------------
@@ -388,8 +392,8 @@ class Launch:
     """A kernel in a plan.
 
     `after`: kernels whose results it reads; `grid`: blocks in x and y as expressions of B, H, Hk, M, N
-    (None: the target has no grid); `dependent`: it may start before the kernel ahead of it has ended, and
-    waits for it itself.
+    (None: the target has no grid, or it depends on the gradients that a call asks for); `dependent`: it may
+    start before the kernel ahead of it has ended, and waits for it itself.
     """
 
     kernel: TiledKernel

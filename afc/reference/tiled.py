@@ -112,6 +112,7 @@ def run_backward(
         "dlse": np.zeros((b, h, m, 1)) if dlse is None else np.asarray(dlse, np.float64)[..., None],
         "delta": np.full((b, h, m, 1), np.nan),
         "dq_sum": np.zeros((b, h, m, d)),
+        "dk_sum": np.zeros(call.k.shape),
         "dq": np.full(call.q.shape, np.nan),
         "dk": call.without_unread(np.full(call.k.shape, np.nan)),
         "dv": call.without_unread(np.full(call.v.shape, np.nan)),
@@ -137,7 +138,8 @@ def _run(launches: tuple[Launch, ...], memory: _Memory) -> None:
     for launch in launches:
         if launch.kernel.kind == "plan":
             _find_runs(launch.kernel, memory)
-        elif launch.kernel.kind not in ("rotate", "table"):  # their results are in `memory` already
+        # The results of a rotation are in `memory` already; sums are added without copies.
+        elif launch.kernel.kind not in ("rotate", "table", "clear", "sum"):
             _kernel(launch.kernel, memory)
 
 
@@ -308,7 +310,7 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
 
 def _section(source: str, work: _Work) -> tuple[int, slice]:
     """Head and row range of a tensor's tile."""
-    return (work.hk, work.keys) if source in ("k", "v", "dk", "dv") else (work.h, work.rows)
+    return (work.hk, work.keys) if source in ("k", "v", "dk", "dv", "dk_sum") else (work.h, work.rows)
 
 
 def _load(memory: _Memory, work: _Work, source: str) -> Array:

@@ -176,17 +176,39 @@ TABLE_LIMIT = 512
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between targets in the text of blocks."""
+    """What differs between targets in the text of blocks: literals, rows, where the runs come from.
+
+    A row is one thread's, or that of several lanes of a warp: each takes some of the columns, and they add up
+    their parts of a mean.
+    """
 
     suffix: str  # of literals of type Real; empty: a cast
     table: str  # declaration of a constant table of doubles
+    columns: str  # head of a loop over the columns of a row, of their number
+    mean: str  # a mean from the sum of a thread's columns, of both and their number
+    sums: tuple[str, str]  # type of the sums of what a row block reads, and how a column's term gets there
     plans: bool = False  # a kernel of its own finds the runs that bounds alone do not decide
     hoists: bool = False  # what scores and masks read by row or by column is loaded ahead of the elements
     places: str = ""  # parameter that has the origins and the number of keys of a batch entry; empty: `args`
 
 
-CPU = Dialect("", "static const double")
-CUDA = Dialect("f", "static __device__ const double", True, True, "const tile::Places &places")
+CPU = Dialect(
+    "",
+    "static const double",
+    "for (int c = 0; c < {0}; ++c)",
+    "{0} /= Real({1});",
+    ("double", "+="),
+)
+CUDA = Dialect(
+    "f",
+    "static __device__ const double",
+    "for (int c = tile::row_lane(); c < {0}; c += tile::ROW_LANES)",
+    "{0} = tile::row_sum({0}) / Real({1});",
+    ("Real", "="),
+    plans=True,
+    hoists=True,
+    places="const tile::Places &places",
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +235,7 @@ class CapturedText:
     `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
     `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
     `extra`: the read is in the normalizer's extra term; `axes`: what indexes its
-    dimensions.
+    dimensions; `load`: the read.
     """
 
     slot: int
@@ -222,6 +244,7 @@ class CapturedText:
     reads_position: bool
     extra: bool
     axes: Axes
+    load: Load
 
 
 @dataclass(frozen=True)
@@ -234,6 +257,7 @@ class RowReadText:
     slot: int
     offset: str
     axes: Axes
+    load: Load
 
 
 @dataclass(frozen=True)
@@ -638,6 +662,7 @@ class _Writer:
             "i" in used,
             read.step is None,
             _axes(read.load),
+            read.load,
         )
 
     def _function(
@@ -851,11 +876,15 @@ class _Writer:
                 kind = "auto" if let.value.type is Type.INT else self._c_type(let.value.type)
                 lines.append(f"    const {kind} {let.name} = {printer.text(let.value)};")
             result = replace(self.printer, names=local).text(formula.result)
-            head = f"  for (int c = 0; c < {width}; ++c) {{"
+            head = f"  {self.dialect.columns.format(width)} {{"
             return [head, *lines, f"    {statement.format(result)}", "  }"]
 
         def mean(of: str, formula: Formula) -> list[str]:
-            lines = [f"  Real {of} = 0;", *loop(formula, f"{of} += {{}};"), f"  {of} /= Real({width});"]
+            lines = [
+                f"  Real {of} = 0;",
+                *loop(formula, f"{of} += {{}};"),
+                f"  {self.dialect.mean.format(of, width)}",
+            ]
             names[of] = of
             return lines
 
@@ -868,16 +897,17 @@ class _Writer:
             + "\n}"
         )
         back = [line for of, term in step.backward.means for line in mean(of, term)]
+        sum_type, add = self.dialect.sums
         sums = [
             line
             for n, read in enumerate(step.backward.reads)
-            for line in loop(read.term, f"sums[{n * width} + c] += {{}};")
+            for line in loop(read.term, f"sums[{n * width} + c] {add} {{}};")
         ]
         gradient = loop(step.backward.x, f"d[{at}] = {{}};")
         note = "Gradient d of the row before it from that of the row after it; sums: of what it reads."
         self.parts.append(
             f"{_comment(step, note)}\n"
-            f"AFC_FN void {name}_gradient({parameters}, const Real *row, Real *d, double *sums) {{\n"
+            f"AFC_FN void {name}_gradient({parameters}, const Real *row, Real *d, {sum_type} *sums) {{\n"
             + "\n".join([*means, *back, *sums, *gradient])
             + "\n}"
         )
@@ -896,7 +926,7 @@ class _Writer:
             f"AFC_FN int64_t {name}(const afc_args &args{''.join(f', int {n}' for n in own)}, int c) {{\n"
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
-        return RowReadText(slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load))
+        return RowReadText(slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load), load)
 
     # ---- rotations ----------------------------------------------------------------------------------------
 

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from afc.expr.nodes import Const, Expr, Type, const
 from afc.expr.operators import add
 from afc.expr.simplify import simplify
-from afc.ir.program import Program, Rotation
+from afc.ir.program import Program, Rotation, RowStep, Transform
 from afc.ir.rotation import dependence
 from afc.ir.tiled import Buffer, Launch, LaunchPlan, Semantics, TiledKernel
 from afc.masks.boxes import reads
 from afc.render.blocks import CUDA, BlockText, RotationText, render_blocks
 from afc.render.boxes import TABLE_TYPES
 from afc.render.launch_context import BufferRow, CapturedRow, KernelRow, LaunchContext, LaunchRow, PassRow
+from afc.render.shares import row_reads_of, row_texts, score_reads, shares, widths
 from afc.render.sm80_context import (
     BackwardContext,
+    CapturedContext,
+    ClearContext,
     ExtentsContext,
     ForwardContext,
     PlanContext,
@@ -28,8 +31,16 @@ from afc.render.sm80_context import (
     RotateContext,
     RotateOperand,
     RotationContext,
+    RowsBackContext,
+    SharedGradient,
+    SharesContext,
+    StepContext,
     StoredRow,
+    SumContext,
+    SumRead,
     TableRow,
+    TransformContext,
+    TransformOperand,
 )
 from afc.render.text import LOG2_E, provenance, real_literal, render, scalar_checks, size_text
 from afc.schedule.common import table_part, table_width
@@ -53,6 +64,18 @@ def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, s
     return unit.host_text(), unit.device_text()
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A kernel that sums gradients of captured tensors, or could: those of the blocks of an operand (q, k,
+    or o for the output), or of scores (empty).
+    """
+
+    operand: str
+    gradients: tuple[SharedGradient, ...]
+    reads: tuple[SumRead, ...]
+    shares: SharesContext
+
+
 class _Unit:
     def __init__(self, program: Program, plan: LaunchPlan, symbol: str) -> None:
         self.program, self.plan, self.symbol = program, plan, symbol
@@ -72,6 +95,7 @@ class _Unit:
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)
         self.prefix = program.name
+        self.groups = self._groups()
 
     # ---- device -------------------------------------------------------------------------------------------
 
@@ -87,40 +111,94 @@ class _Unit:
         header = "\n".join(
             [banner, *(f"// {line}" for line in provenance(self.program, self.plan, schedule)), banner, ""]
         )
-        prelude = PreludeContext(sm80.ELEMENTS[s.storage], self.blocks.text, rotations, self.stored)
+        prelude = PreludeContext(
+            sm80.ELEMENTS[s.storage],
+            self.blocks.text,
+            rotations,
+            self.stored,
+            bool(self.blocks.q_rows or self.blocks.k_rows or self.blocks.outputs),
+            tuple(g.shares for g in self.groups.values()),
+        )
         parts = [header + _print("prelude", prelude)]
         parts += [_print(template, context) for template, context in self.kernels()]
         return "\n".join(parts)
 
     def kernels(self) -> list[tuple[str, Any]]:
         """(template, context) of every kernel, in launch order; the deterministic form's own comes last."""
-        found: list[tuple[str, Any]] = self._plan_kernels()
-        if rotate := self._rotate("forward"):
-            found.append(("rotate", rotate))
-        found.append(("forward", self._forward()))
-        if self.plan.backward:
-            if rotate := self._rotate("backward"):
-                found.append(("rotate", rotate))
-            found += [
-                ("preprocess", self._preprocess()),
-                ("backward", self._backward()),
-                ("postprocess", self._postprocess()),
-                ("backward_queries", self._query_gradient()),
-            ]
+        forward = {x.kernel.name for x in self.plan.forward}
+        planned: list[tuple[str, Any]] = []
+        others: list[tuple[str, Any]] = []
+        for name, launch in self._launched().items():
+            first = launch.kernel.kind in ("table", "plan")
+            (planned if first else others).append(
+                self._kernel("forward" if name in forward else "backward", launch.kernel)
+            )
+        return planned + others
+
+    def _launched(self) -> dict[str, Launch]:
+        """One launch of every kernel, by name, those of the deterministic form last."""
+        launches = (*self.plan.launches, *self.plan.deterministic_backward)
+        found: dict[str, Launch] = {}
+        for launch in launches:
+            found.setdefault(launch.kernel.name, launch)
         return found
 
-    def _plan_kernels(self) -> list[tuple[str, Any]]:
-        """The kernels that find the runs of both passes."""
-        kernels = {x.kernel.name: x.kernel for x in self._launches if x.kernel.kind in ("table", "plan")}
-        return [
-            ("extents", self._extents(k)) if k.kind == "table" else ("plan", self._plan(k))
-            for k in kernels.values()
-        ]
+    def _kernel(self, which: str, kernel: TiledKernel) -> tuple[str, Any]:
+        """(template, context) of one kernel of a pass."""
+        group = self.groups.get(kernel.name)
+        match kernel.kind:
+            case "table":
+                return "extents", self._extents(kernel)
+            case "plan":
+                return "plan", self._plan(kernel)
+            case "rotate" if kernel.name.endswith(f"_transform_{which}"):
+                return "transform", self._transform(kernel)
+            case "rotate":
+                return "rotate", self._rotate(which)
+            case "forward":
+                return "forward", self._forward()
+            case "preprocess":
+                return "preprocess", self._preprocess()
+            case "backward" if kernel.stationary == "queries":
+                return "backward_queries", self._query_gradient()
+            case "backward":
+                return "backward", self._backward()
+            case "postprocess" if group is None:
+                return "postprocess", self._postprocess()
+            case "postprocess" | "output" if group is not None:
+                return "rows_back", self._rows_back(kernel, group)
+            case "captured" if group is not None:
+                return "captured", self._captured(kernel, group)
+            case "clear":
+                summed = tuple(g.shares for g in self.groups.values() if g.reads)
+                return "clear", ClearContext(kernel.name, sm80.CLEAR_THREADS, summed)
+            case "sum":
+                shares = self.groups[kernel.name.removesuffix("_sum")].shares
+                return "sum", SumContext(kernel.name, sm80.SUM_THREADS, shares)
+        raise AssertionError(kernel.kind)
 
-    @property
-    def _launches(self) -> tuple[Launch, ...]:
-        """All kernels, those of the deterministic form last."""
-        return (*self.plan.launches, *self.plan.deterministic_backward)
+    def _groups(self) -> dict[str, _Group]:
+        """The kernels whose work is shared out by the gradients that they sum, by name."""
+        found: dict[str, _Group] = {}
+        next_buffer = len(self.plan.buffers)
+        for kernel in (launch.kernel for launch in self.plan.backward if launch.grid is None):
+            if kernel.kind == "sum":
+                continue
+            queries = kernel.stationary == "queries"
+            if kernel.kind == "captured":
+                operand = ""
+                gradients, reads = score_reads(self.program, self.blocks.captured)
+            else:
+                operand = "o" if kernel.kind == "output" else "q" if queries else "k"
+                texts = row_texts(self.blocks, operand)
+                gradients, reads = row_reads_of(self.program, texts, widths(self.semantics, operand))
+            buffer = next_buffer if reads else None
+            next_buffer += bool(reads)
+            heads, rows = ("Hq", "M") if queries else ("Hk", "N")
+            tile = kernel.tile.queries if queries else kernel.tile.keys
+            shared = shares(kernel.name, heads, rows, tile, gradients, reads, buffer)
+            found[kernel.name] = _Group(operand, gradients, reads, shared)
+        return found
 
     def _tables(self) -> tuple[TableRow, ...]:
         """What the mask reads, in order of first use."""
@@ -167,7 +245,7 @@ class _Unit:
 
     def _stored_row(self, kernel: str) -> StoredRow | None:
         """Where a kernel finds its runs, if a plan kernel has stored them."""
-        found = next(x.kernel for x in self._launches if x.kernel.name == f"{self.prefix}_{kernel}")
+        found = self._launched()[f"{self.prefix}_{kernel}"].kernel
         if found.walk is None or not found.walk.stored:
             return None
         queries = found.stationary == "queries"
@@ -229,15 +307,101 @@ class _Unit:
             _untouched(rotations, self.semantics.head_qk),
         )
 
-    def _rotate(self, which: str) -> RotateContext | None:
-        """Forward: q's table (Q is rotated in the prologue) and k's rows. Backward: all."""
+    def _rotate(self, which: str) -> RotateContext:
+        """Forward: q's table (Q is rotated in the prologue) and k's rows. Backward: all. With row blocks only
+        tables.
+        """
         late = which == "backward"
-        operands = [self._operand("q", True, late), self._operand("k", late, True)]
+        rows_q, rows_k = bool(self.blocks.q_rows), bool(self.blocks.k_rows)
+        operands = [
+            self._operand("q", True, late and not rows_q),
+            self._operand("k", late or rows_k, not rows_k),
+        ]
         present = tuple(o for o in operands if o is not None)
-        return (
-            RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present)
-            if present
-            else None
+        return RotateContext(f"{self.prefix}_rotate_{which}", sm80.ROTATE_THREADS, sm80.ROTATE_ROWS, present)
+
+    def _steps(self, operand: str) -> tuple[StepContext, ...]:
+        """The steps of q, k or the output."""
+        s = self.semantics
+        steps: tuple[Transform, ...] = {"q": s.q_steps, "k": s.k_steps, "o": s.output_steps}[operand]
+        rotations = iter({"q": self.q_rotations, "k": self.k_rotations, "o": ()}[operand])
+        texts = iter(row_texts(self.blocks, operand))
+        of_width = iter(widths(s, operand))
+        made: list[StepContext] = []
+        state = sums = 0
+        for step in steps:
+            if isinstance(step, RowStep):
+                text, width = next(texts), next(of_width)
+                made.append(StepContext(step.call, text.name, None, state, sums, len(text.reads)))
+                sums += len(text.reads) * width
+                state += 1
+            else:
+                made.append(StepContext(step.call, "", next(rotations), state))
+        return tuple(made)
+
+    def _transform(self, kernel: TiledKernel) -> TransformContext:
+        operands = [
+            TransformOperand(name, rows, heads, self._steps(name), self.buffer[f"{name}_rotated"])
+            for name, rows, heads in (("q", "M", "Hq"), ("k", "N", "Hk"))
+            if row_texts(self.blocks, name)
+        ]
+        shared = kernel.binding.shared_bytes
+        rows = sm80.TRANSFORM_ROWS
+        return TransformContext(kernel.name, rows, self.semantics.head_qk, shared, tuple(operands))
+
+    def _rows_back(self, kernel: TiledKernel, group: _Group) -> RowsBackContext:
+        s, operand = self.semantics, group.operand
+        steps = self._steps(operand)
+        states = sum(step.rotation is None for step in steps)
+        sums = {"q": "dq_sum", "k": "dk_sum", "o": "d_raw"}[operand]
+        return RowsBackContext(
+            kernel.name,
+            operand,  # type: ignore[arg-type]
+            "N" if operand == "k" else "M",
+            "Hk" if operand == "k" else "Hq",
+            kernel.tile.keys if operand == "k" else kernel.tile.queries,
+            s.head_v if operand == "o" else s.head_qk,
+            states,
+            sum(r.width for r in group.reads),
+            kernel.binding.shared_bytes,
+            _f(s.gradient_scale),
+            self.buffer[sums],
+            sm80.padded(s.head_qk),
+            s.has_sum,
+            tuple(x for x in steps if x.state + (x.rotation is None) < states),
+            tuple(reversed(steps)),
+            group.gradients,
+            group.shares.buffer,
+            group.reads,
+            tuple(r for r in group.reads if r.kind == "column"),
+        )
+
+    def _captured(self, kernel: TiledKernel, group: _Group) -> CapturedContext:
+        s, walks = self.semantics, [r for r in group.reads if not r.extra]
+        return CapturedContext(
+            name=kernel.name,
+            **_head_sizes(s),
+            tile_m=kernel.tile.queries,
+            tile_n=kernel.tile.keys,
+            shared_bytes=kernel.binding.shared_bytes,
+            scale_log2=_f(s.softmax_scale * LOG2_E),
+            pointwise=not s.has_sum,
+            has_score=self.blocks.has_score,
+            has_mask=self.blocks.has_mask,
+            has_weight=self.blocks.has_weight,
+            row_terms=self.blocks.row_terms,
+            column_terms=self.blocks.column_terms,
+            stored=self._stored_row("captured"),
+            alternatives=len(s.mask.alternatives),
+            q_buffer=self.buffer.get("q_rotated"),
+            k_buffer=self.buffer.get("k_rotated"),
+            terms_buffer=self.buffer.get("row_terms"),
+            gradients=group.gradients,
+            buffer=group.shares.buffer,
+            all_reads=len(group.reads),
+            reads=group.reads,
+            values=any(r.kind != "row" for r in walks),
+            places=any(r.placed for r in walks),
         )
 
     def _section(self) -> int:
@@ -259,7 +423,7 @@ class _Unit:
             q_in_registers=t.q_in_registers,
             section=self._section(),
             descending=self._descending(),
-            shared_bytes=t.shared_bytes(s.head_qk, s.head_v),
+            shared_bytes=t.shared_bytes(s.head_qk, s.head_v, bool(s.output_steps)),
             softmax_scale=_f(s.softmax_scale),
             scale_log2=_f(s.softmax_scale * LOG2_E),
             pointwise=not s.has_sum,
@@ -273,8 +437,10 @@ class _Unit:
             alternatives=len(s.mask.alternatives),
             stored=self._stored_row("forward"),
             scores_finite=s.scores_finite,
-            q_rotations=self.q_rotations,
+            q_rotations=() if self.blocks.q_rows else self.q_rotations,
+            q_buffer=self.buffer["q_rotated"] if self.blocks.q_rows else None,
             k_buffer=self.buffer.get("k_rotated"),
+            outputs=self._steps("o"),
         )
 
     def _preprocess(self) -> PreprocessContext:
@@ -325,6 +491,7 @@ class _Unit:
             k_buffer=self.buffer.get("k_rotated"),
             terms_buffer=self.buffer.get("row_terms"),
             dq_buffer=self.buffer["dq_sum"],
+            dk_buffer=self.buffer["dk_sum"] if self.blocks.k_rows else None,
             needs_float_rows=float_rows(s, t),
             k_rotations=self.k_rotations,
         )
@@ -357,6 +524,8 @@ class _Unit:
             k_buffer=self.buffer.get("k_rotated"),
             terms_buffer=self.buffer.get("row_terms"),
             q_rotations=self.q_rotations,
+            dq_buffer=self.buffer["dq_sum"] if self.blocks.q_rows else None,
+            sum_columns=sm80.padded(s.head_qk),
         )
 
     def _postprocess(self) -> PostprocessContext:
@@ -380,12 +549,11 @@ class _Unit:
         """Launch code of both passes."""
         s = self.semantics
         plan = self.plan
-        launched = {x.kernel.name: x for x in self._launches}
-        kernels = [self._kernel_row(launch) for launch in launched.values()]
-        passes = [PassRow("forward", tuple(map(_launch_row, plan.forward)))]
+        kernels = [self._kernel_row(launch) for launch in self._launched().values()]
+        passes = [PassRow("forward", tuple(map(self._launch_row, plan.forward)))]
         if plan.backward:
-            other = tuple(map(_launch_row, plan.deterministic_backward))
-            passes.append(PassRow("backward", tuple(map(_launch_row, plan.backward)), other))
+            other = tuple(map(self._launch_row, plan.deterministic_backward))
+            passes.append(PassRow("backward", tuple(map(self._launch_row, plan.backward)), other))
         context = LaunchContext(
             provenance(self.program, self.plan, "host code: launches the kernels in order"),
             self.symbol,
@@ -397,15 +565,41 @@ class _Unit:
             self._buffers(),
             scalar_checks(self.program),
             tuple(passes),
+            tuple(g.shares for g in self.groups.values()),
+            tuple(sorted({g.slot for group in self.groups.values() for g in group.gradients})),
+            bool(s.output_steps),
         )
         return render("host", "launch.cpp.j2", unit=context)
 
     def _buffers(self) -> tuple[BufferRow, ...]:
         needed = {("forward", "backward"): "true", ("backward",): "backward", ("forward",): "!backward"}
-        return tuple(
-            BufferRow(self.buffer[b.name], b.name, needed[b.passes], BYTES[b.dtype], self._count(b))
-            for b in self.plan.buffers
-        )
+        rows = [
+            BufferRow(n, b.name, needed[b.passes], BYTES[b.dtype], self._count(b))
+            for n, b in enumerate(self.plan.buffers)
+        ]
+        for name, group in self.groups.items():
+            if group.shares.buffer is not None:
+                count = f"shares_of({name}_shares, args).floats()"
+                rows.append(BufferRow(group.shares.buffer, f"copies of {name}", "backward", 4, count))
+        assert len(rows) <= MOST_BUFFERS, "afc_abi.h: AFC_MAX_BUFFERS"
+        return tuple(rows)
+
+    def _launch_row(self, launch: Launch) -> LaunchRow:
+        name, then = launch.kernel.name, ""
+        if launch.grid is not None:
+            x, y = map(size_text, launch.grid)
+        elif launch.kernel.kind == "sum":
+            group = self.groups[name.removesuffix("_sum")]
+            warps = sm80.SUM_THREADS // 32
+            largest = f"shares_of({group.shares.name}_shares, args).largest()"
+            x, y = f"ceil_div({largest}, {warps})", str(len(group.gradients))
+        else:
+            x, y = f"shares_of({name}_shares, args).blocks()", "1"
+            if launch.kernel.kind == "captured":  # nothing but sums
+                x = f"shares_of({name}_shares, args).wanted_blocks()"
+        if launch.kernel.kind == "output":
+            then = "d_raw"
+        return LaunchRow(_constant(name), x, y, then)
 
     def _count(self, buffer: Buffer) -> str:
         """Values of a buffer; with an origin for each batch entry there are more tables than planned."""
@@ -420,12 +614,6 @@ class _Unit:
         return KernelRow(
             _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
         )
-
-
-def _launch_row(launch: Launch) -> LaunchRow:
-    assert launch.grid is not None
-    x, y = launch.grid
-    return LaunchRow(_constant(launch.kernel.name), size_text(x), size_text(y))
 
 
 def _print(template: str, context: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from afc.render.sm80_context import SharesContext
+
 
 @dataclass(frozen=True)
 class KernelRow:
@@ -20,11 +22,16 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """One launch: the kernel's constant and the grid, as C++ expressions in `args`."""
+    """One launch: the kernel's constant and the grid, as C++ expressions in `args`.
+
+    `then`: from there on, `args.o` is the output before its blocks and `args.d_o` its gradient, in the buffer
+    of this name; empty: no change.
+    """
 
     constant: str
     x: str
     y: str
+    then: str
 
 
 @dataclass(frozen=True)
@@ -83,3 +90,6 @@ class LaunchContext:
     buffers: tuple[BufferRow, ...]
     scalar_checks: tuple[ScalarCheck, ...]
     passes: tuple[PassRow, ...]
+    shares: tuple[SharesContext, ...]
+    gradients: tuple[int, ...]  # slots of captured tensors whose gradient may be asked for
+    output_blocks: bool

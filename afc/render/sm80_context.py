@@ -28,6 +28,9 @@ A kernel template prints into a translation unit that begins with the prelude.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from afc.schedule.captured import PLACED, Sum
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,74 @@ class StoredRow:
 
 
 @dataclass(frozen=True)
+class SharedGradient:
+    """A captured tensor whose gradient a kernel adds to: name, slot, and the dimensions of it that the batch
+    entry, the head and the row alone index in every read (-1: none).
+    """
+
+    name: str
+    slot: int
+    batch: int
+    head: int
+    row: int
+
+
+@dataclass(frozen=True)
+class SharesContext:
+    """How the sums of the kernel `name` are shared out to its blocks: function `<name>_shares` of `text`, the
+    same in device and host code. `buffer`: of the copies, None without gradients; `placed`: (slot, C
+    condition) of gradients whose places must fit an int.
+    """
+
+    name: str
+    text: str
+    gradients: tuple[SharedGradient, ...]
+    buffer: int | None
+    placed: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class SumRead:
+    """A read of a captured tensor whose gradient a kernel sums.
+
+    `index`: in `gradients[...]` of the unit's functions; `gradient`: in the kernel's targets; `kind`: see
+    `score_sum` and `column_sum`; `offset`: C expression of its place; `one_to_one`: C condition that what the
+    kind takes for dimensions is not broadcast. Of a row or output block, its terms are `width`
+    columns from `start` on.
+    """
+
+    index: int
+    gradient: int
+    kind: Sum
+    offset: str
+    one_to_one: str
+    text: str
+    extra: bool = False
+    start: int = 0
+    width: int = 0
+
+    @property
+    def placed(self) -> bool:
+        """Whether a walk over scores needs the place of each."""
+        return self.kind in PLACED
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """A step of q, k or the output: a row or output block (function `name`, and `name`_gradient whose terms
+    start at `sums` if it `reads`), or a rotation. `state`: the row that it acts on; a block leaves it and
+    writes the next.
+    """
+
+    call: str
+    name: str
+    rotation: RotationContext | None
+    state: int
+    sums: int = 0
+    reads: int = 0
+
+
+@dataclass(frozen=True)
 class PreludeContext:
     """`prelude.cu.j2`: includes, storage type, the author's functions and the rotations of a whole unit."""
 
@@ -131,15 +202,17 @@ class PreludeContext:
     blocks: str  # Item, load_item, score, score_gradient, keep, key_run, query_run, rotate_*_coefficients_*
     rotations: tuple[RotationContext, ...]
     stored: bool  # runs are found by a plan kernel
+    has_rows: bool
+    groups: tuple[SharesContext, ...]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
     """`forward.cu.j2`. Grid: `ceil(M / tile_m) * Hq * B` in x; threads: `32 * warps`; no launch if that is 0.
 
-    `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v).
-    `tile_m` is a multiple of `16 * warps`, `tile_n` of 16. `removed`: the score, or weight, of what the mask
-    removes.
+    `shared_bytes` = max(2 * (tile_m * d_qk + 2 * tile_n * (d_qk + d_v)), 2 * tile_m * d_v); with output
+    blocks the last is 4 * tile_m * (d_v + 4). `tile_m` is a multiple of `16 * warps`, `tile_n` of 16.
+    `removed`: the score, or weight, of what the mask removes.
     """
 
     name: str
@@ -171,7 +244,9 @@ class ForwardContext:
     stored: StoredRow | None  # runs of a plan kernel instead
     scores_finite: bool
     q_rotations: tuple[RotationContext, ...]  # applied to Q in shared memory, in this order
+    q_buffer: int | None  # queries after row blocks, or None: args.q
     k_buffer: int | None  # rotated keys, or None: args.k
+    outputs: tuple[StepContext, ...]
 
 
 @dataclass(frozen=True)
@@ -272,6 +347,7 @@ class BackwardContext:
     k_buffer: int | None  # rotated keys, or None: args.k
     terms_buffer: int | None  # None where it is pointwise
     dq_buffer: int
+    dk_buffer: int | None  # float32 rows of dK for a kernel behind this one, or None: args.dk
     needs_float_rows: bool
     k_rotations: tuple[RotationContext, ...]  # undone on dK, in reverse order
 
@@ -314,6 +390,8 @@ class QueryGradientContext:
     k_buffer: int | None  # rotated keys, or None: args.k
     terms_buffer: int | None  # None where it is pointwise
     q_rotations: tuple[RotationContext, ...]  # undone on dQ, in reverse order
+    dq_buffer: int | None  # the dQ sum, for a kernel behind this one, or None: args.dq
+    sum_columns: int  # of a row of it
 
 
 @dataclass(frozen=True)
@@ -332,3 +410,115 @@ class PostprocessContext:
     gradient_scale: str
     dq_buffer: int
     q_rotations: tuple[RotationContext, ...]  # undone on dQ, in reverse order
+
+
+@dataclass(frozen=True)
+class TransformOperand:
+    """q or k with row blocks among its steps; `buffer`: where its rows go."""
+
+    tensor: str  # q or k
+    rows: str  # M or N
+    heads: str  # Hq or Hk
+    steps: tuple[StepContext, ...]
+    buffer: int
+
+
+@dataclass(frozen=True)
+class TransformContext:
+    """`transform.cu.j2`. Grid: the sum over operands of `ceil(rows / tile_rows) * heads * B` in x; threads:
+    `8 * tile_rows`. `shared_bytes` = 4 * tile_rows * (columns + 4).
+    """
+
+    name: str
+    tile_rows: int
+    columns: int
+    shared_bytes: int
+    operands: tuple[TransformOperand, ...]  # one or two
+
+
+@dataclass(frozen=True)
+class RowsBackContext:
+    """`rows_back.cu.j2`: the derivative of the steps of q, k or the output. Grid: `<name>_shares` blocks in
+    x; threads: `8 * tile_rows`.
+
+    `states`: row blocks; `sums`: terms of a row. `shared_bytes` = 4 * (tile_rows * ((states + 1) *
+    (columns + 4) + sums) + sums). `forward`: the steps whose result a derivative reads.
+    """
+
+    name: str
+    tensor: Literal["q", "k", "o"]
+    rows: str
+    heads: str
+    tile_rows: int
+    columns: int
+    states: int
+    sums: int
+    shared_bytes: int
+    gradient_scale: str
+    sum_buffer: int  # float32 dQ or dK; of the output: where the gradient goes
+    sum_columns: int  # of a row of float32 dQ or dK
+    has_lse: bool
+    forward: tuple[StepContext, ...]
+    backward: tuple[StepContext, ...]
+    gradients: tuple[SharedGradient, ...]
+    buffer: int | None
+    reads: tuple[SumRead, ...]
+    by_column: tuple[SumRead, ...]
+
+
+@dataclass(frozen=True)
+class CapturedContext:
+    """`captured.cu.j2`. Grid: `<name>_shares` blocks in x; threads: `2 * tile_m`.
+
+    `all_reads`: of the unit's functions; `values`, `places`: shared memory for a value, a place of each
+    score.
+    With tiles = 2 * (tile_m + tile_n) * (d_qk + d_v) if a read is in a score, else 0: `shared_bytes` =
+    tiles + 8 * tile_m + 4 * tile_m * (tile_n + 8) * (values + places).
+    """
+
+    name: str
+    d_qk: int
+    d_v: int
+    head_qk: int
+    head_v: int
+    valid_qk: str
+    valid_v: str
+    tile_m: int
+    tile_n: int
+    shared_bytes: int
+    scale_log2: str
+    pointwise: bool
+    has_score: bool
+    has_mask: bool
+    has_weight: bool
+    row_terms: bool
+    column_terms: bool
+    stored: StoredRow | None
+    alternatives: int
+    q_buffer: int | None
+    k_buffer: int | None
+    terms_buffer: int | None
+    gradients: tuple[SharedGradient, ...]
+    buffer: int | None
+    all_reads: int
+    reads: tuple[SumRead, ...]
+    values: bool
+    places: bool
+
+
+@dataclass(frozen=True)
+class ClearContext:
+    """`clear.cu.j2`. Any grid in x."""
+
+    name: str
+    threads: int
+    groups: tuple[SharesContext, ...]
+
+
+@dataclass(frozen=True)
+class SumContext:
+    """`sum.cu.j2`. Grid: a warp for each element of the largest copied gradient in x, gradients in y."""
+
+    name: str
+    threads: int
+    group: SharesContext

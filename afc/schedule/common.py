@@ -44,8 +44,8 @@ def semantics(program: Program, storage: str, compute: str) -> Semantics:
 
 
 def check_features(program: Program, name: str) -> None:
-    """Raises UsageError E0411 for what only the CPU computes: row and output blocks, gradients of captured
-    tensors.
+    """Raises UsageError E0411 for what the target does not compute: row and output blocks, gradients of
+    captured tensors.
     """
     _check_steps(program, name)
     _check_captured(program, name)

@@ -111,12 +111,16 @@ def forward(
     )
 
 
-def output(name: str, tile: Tile, has_sum: bool = True) -> TiledKernel:
-    """dO of a tile of queries from the gradient of the output after its blocks."""
+def output(name: str, tile: Tile, has_sum: bool = True, captured: bool = False) -> TiledKernel:
+    """dO of a tile of queries from the gradient of the output after its blocks; `captured`: and what they add
+    to the gradients of captured tensors.
+    """
     rows: tuple[TileOp, ...] = (Load("dY", "dy"), Load("O", "o"))
     rows = (*rows, Load("LSE", "lse")) if has_sum else rows
     back = (OutputsBack("dO", "dY", "O", "LSE" if has_sum else None), Round("dO"))
-    epilogue = (Store("dO", "do"),)
+    epilogue: tuple[TileOp, ...] = (Store("dO", "do"),)
+    if captured:
+        epilogue = (*epilogue, AddOutputs("dY", "O"))
     return TiledKernel(name, "output", "queries", tile, "any", (*rows, *back), None, (), epilogue)
 
 
@@ -147,9 +151,22 @@ def preprocess(name: str, tile: Tile) -> TiledKernel:
 
 
 def backward_queries(
-    name: str, tile: Tile, gradient_scale: float, has_sum: bool = True, has_weight: bool = False
+    name: str,
+    tile: Tile,
+    gradient_scale: float,
+    has_sum: bool = True,
+    has_weight: bool = False,
+    raw_dq: bool = False,
 ) -> TiledKernel:
-    """dQ of a tile of queries: walks the keys, so nothing is added across work items."""
+    """dQ of a tile of queries: walks the keys, so nothing is added across work items. `raw_dq`: it stays in
+    float32, for a kernel behind this one.
+    """
+    dq: tuple[TileOp, ...] = (
+        Scale("dQ", gradient_scale),
+        RotateBack("dQ", "q"),
+        Round("dQ"),
+        Store("dQ", "dq"),
+    )
     return TiledKernel(
         name,
         "backward",
@@ -159,7 +176,7 @@ def backward_queries(
         prologue=_rows(has_sum),
         walk=Walk("keys"),
         body=(*KEYS, *_recompute(has_sum, has_weight), Matmul("dQ", "dS", "K", accumulate=True)),
-        epilogue=(Scale("dQ", gradient_scale), RotateBack("dQ", "q"), Round("dQ"), Store("dQ", "dq")),
+        epilogue=(Store("dQ", "dq_sum"),) if raw_dq else dq,
     )
 
 
@@ -170,12 +187,14 @@ def backward_keys(
     add_dq: bool,
     has_sum: bool = True,
     has_weight: bool = False,
+    raw_dk: bool = False,
 ) -> TiledKernel:
     """dK and dV of a tile of keys: walks the queries of every head of the group.
 
-    `add_dq`: dQ goes to a float32 sum.
+    `add_dq`: dQ goes to a float32 sum; `raw_dk`: dK stays in float32, for a kernel behind this one.
     """
     dq: tuple[TileOp, ...] = (Matmul("dQ", "dS", "K"), Store("dQ", "dq_sum", add=True)) if add_dq else ()
+    dk: tuple[TileOp, ...] = (Scale("dK", gradient_scale), RotateBack("dK", "k"), Round("dK"))
     return TiledKernel(
         name,
         "backward",
@@ -192,11 +211,9 @@ def backward_keys(
             *dq,
         ),
         epilogue=(
-            Scale("dK", gradient_scale),
-            RotateBack("dK", "k"),
-            Round("dK"),
+            *(() if raw_dk else dk),
             Round("dV"),
-            Store("dK", "dk"),
+            Store("dK", "dk_sum" if raw_dk else "dk"),
             Store("dV", "dv"),
         ),
     )
@@ -238,6 +255,26 @@ def postprocess(name: str, tile: Tile, gradient_scale: float) -> TiledKernel:
         body=(),
         epilogue=(Store("dQ", "dq"),),
     )
+
+
+def postprocess_keys(name: str, tile: Tile, gradient_scale: float) -> TiledKernel:
+    """dK from its float32 sum."""
+    return TiledKernel(
+        name,
+        "postprocess",
+        "keys",
+        tile,
+        "any",
+        prologue=(Load("dK", "dk_sum"), Scale("dK", gradient_scale), RotateBack("dK", "k"), Round("dK")),
+        walk=None,
+        body=(),
+        epilogue=(Store("dK", "dk"),),
+    )
+
+
+def sums(name: str, kind: Literal["clear", "sum"]) -> TiledKernel:
+    """Gradients of captured tensors: from 0 before the kernels that add to them; the sum of their copies."""
+    return TiledKernel(name, kind, "queries", Tile(0, 0), "any", prologue=(), walk=None, body=(), epilogue=())
 
 
 def rotate(name: str, tile: Tile) -> TiledKernel:

@@ -76,7 +76,7 @@ typedef struct afc_args {
   int64_t max_q, max_k;
   const int32_t *page_table;
   int64_t page_stride, page_size;
-  // [B] each, or null; read by CPU modules. Origins replace q_origin and k_origin; keys n >= kv_len of a batch
+  // [B] each, or null; on the device of the call. Origins replace q_origin and k_origin; keys n >= kv_len of a batch
   // are never read, contribute nothing and get gradient 0.
   const int64_t *q_origin_per_batch, *k_origin_per_batch, *kv_len_per_batch;
   const void *q_pos, *k_pos;
@@ -85,7 +85,7 @@ typedef struct afc_args {
   int32_t out_dtype, reserved1;
 
   // The output before the output blocks of an attention that has some, [B, Hq, M, Dv]: forward stores it unless
-  // it is null, backward reads it and not o. Null in all other modules. Version 2.
+  // it is null, backward reads it and not o. Null in all other modules. Since version 2.
   afc_tensor o_raw;
 } afc_args;
 

@@ -14,7 +14,7 @@
 #endif
 #endif
 
-#ifndef AFC_MEMBER  // of a member of a structure
+#ifndef AFC_MEMBER  // of a member of a structure; the headers of the CPU define AFC_FN alone
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AFC_MEMBER __device__ __forceinline__
 #else

@@ -6,11 +6,13 @@
 #ifndef AFC_CPU_CAPTURED_HPP
 #define AFC_CPU_CAPTURED_HPP
 
-#include "abi/afc_abi.h"
+#include "abi/afc_gradients.h"
 #include "element.hpp"
-#include "host/status.h"
+#include "host/gradients.h"
 
 namespace afc {
+
+using ::gradient_size;
 
 constexpr int BATCH = 0, HEAD = 1, TILE = 2;  // axes along which work may be split
 constexpr int64_t COPIES = 1 << 22;  // elements that all copies of a small tensor may have
@@ -22,13 +24,6 @@ struct CapturedGradient {
   int axis[3];
   bool also = false;
 };
-
-// Elements of a gradient: dimensions of stride 0 are summed over.
-AFC_FN int64_t gradient_size(const afc_captured &gradient) {
-  int64_t size = 1;
-  for (int d = 0; d < gradient.rank; ++d) size *= gradient.stride[d] == 0 ? 1 : gradient.size[d];
-  return size;
-}
 
 // How the work is split, and which gradients are summed in copies.
 template <int COUNT> struct Shares {
@@ -151,24 +146,8 @@ AFC_FN void add_copies(const afc_args &args, const CapturedGradient (&what)[COUN
   }
 }
 
-// A gradient is of type Real, contiguous over the dimensions whose stride is not 0.
 template <class Real> AFC_FN int check_gradient(const afc_args &args, int slot) {
-  const int expected = sizeof(Real) == 8 ? AFC_FLOAT64 : AFC_FLOAT32;
-  const afc_captured &gradient = args.grad_captured[slot];
-  if (gradient.data == nullptr) return AFC_OK;
-  if (gradient.dtype != expected) {
-    return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected dtype %d (that of the LSE), got %d", slot,
-                    expected, int(gradient.dtype));
-  }
-  int64_t stride = 1;
-  for (int d = gradient.rank - 1; d >= 0; --d) {
-    if (gradient.stride[d] == 0) continue;
-    if (gradient.size[d] != 1 && gradient.stride[d] != stride) {
-      return afc_fail(AFC_BAD_ARGUMENT, "grad_captured[%d]: expected a contiguous gradient", slot);
-    }
-    stride *= gradient.size[d];
-  }
-  return AFC_OK;
+  return afc_check_gradient(args, slot, sizeof(Real) == 8 ? AFC_FLOAT64 : AFC_FLOAT32);
 }
 
 template <class Real, int COUNT>

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import afc
-from afc.errors import SourceError, UsageError
+from afc.errors import SourceError
 from tests.support.checks import inputs, poison
 from tests.support.dense import softmax_attention
 
@@ -241,11 +241,6 @@ def test_only_float_tensors_have_gradients(tmp_path: Path, option: str) -> None:
     file.write_text(f"attention a(q, k, v; {option}) = softmax(dot(q, k)) @ v\n", encoding="utf-8")
     with pytest.raises(SourceError, match="E0402"):
         afc.load(file, D=16, dtype="float32", backend="cpu")
-
-
-def test_gpu_targets_refuse_by_name(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"E0411.*gradient of `t`"):
-        afc.load(path, D=64, dtype="bfloat16", backend="cuda", arch="sm_80")
 
 
 def test_the_call_interface_checks_gradients(single: ModuleType) -> None:

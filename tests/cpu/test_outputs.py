@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import afc
-from afc.errors import SourceError, UsageError
+from afc.errors import SourceError
 from afc.runtime import read_module
 from tests.support.checks import inputs, poison
 
@@ -328,13 +328,3 @@ def test_what_an_output_block_cannot_do(text: str, code: str, tmp_path: Path) ->
     file.write_text(text + "\n", encoding="utf-8")
     with pytest.raises(SourceError, match=code):
         afc.load(file, D=16, dtype="float32", backend="cpu")
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_gpu_targets_refuse_by_name(arch: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.attn"
-    file.write_text(
-        "output half(o) = o * 0.5\nattention a(q, k, v) = half(softmax(dot(q, k)) @ v)\n", encoding="utf-8"
-    )
-    with pytest.raises(UsageError, match=r"E0411.*half"):
-        afc.load(file, D=64, dtype="bfloat16", backend="cuda", arch=arch)

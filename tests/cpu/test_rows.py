@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import afc
-from afc.errors import SourceError, UsageError
+from afc.errors import SourceError
 from tests.support.checks import inputs, poison
 
 TEXT = """
@@ -169,12 +169,3 @@ def test_what_a_row_block_cannot_do(tmp_path: Path) -> None:
     refusal(f"row f(x) = x * mean(x, x)\nattention a(q, k, v) {{ q = f(q) {end}", "E0106", tmp_path)
     refusal(f"attention a(q, k, v) {{ q[4:4] = l2_norm(q[4:4]) {end}", "E0308", tmp_path)
     refusal("score f(s) = s - mean(s)\nattention a(q, k, v) = softmax(f(dot(q, k))) @ v\n", "E0105", tmp_path)
-
-
-def test_gpu_targets_refuse_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "a.attn"
-    file.write_text(
-        "attention a(q, k, v) { q, k = l2_norm(q, k) return softmax(dot(q, k)) @ v }\n", encoding="utf-8"
-    )
-    with pytest.raises(UsageError, match=r"E0411.*l2_norm"):
-        afc.load(file, D=64, dtype="bfloat16", backend="cuda", arch="sm_80")

@@ -20,24 +20,19 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "files"
 PROGRAMS = (
     "alibi",
-    "bert",
-    "bigbird",
     "causal",
     "gemma2",
     "gptj",
-    "llama",
-    "mistral",
-    "packed",
-    "qwen2_vl",
-    "sigmoid",
-    "softmax1",
-)
-CPU_PROGRAMS = (
     "headwise_norm",
     "learned_sink",
+    "llama",
+    "mistral",
+    "qwen2_vl",
     "qwen3",
+    "sigmoid",
+    "softmax1",
     "t5_decoder",
-)  # what GPU targets do not compute yet
+)
 STAGES = {
     "program": ("program.txt", Options(("cpu",), ((64, 64),))),
     "tiled": ("plan.txt", Options(("cpu", "cuda"), ((64, 64),))),
@@ -54,7 +49,6 @@ def text(name: str, stage: str) -> str:
 
 
 CASES = [(name, stage) for name in PROGRAMS for stage in STAGES if stage != "cpu_tiled"]
-CASES += [(name, stage) for name in CPU_PROGRAMS for stage in ("program", "cpu_tiled", "cpp")]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)

@@ -29,11 +29,12 @@ class ForwardTile:
     min_blocks: int
     q_in_registers: bool
 
-    def shared_bytes(self, head_qk: int, head_v: int) -> int:
-        """Q, two stages of K and V; at the end O over all of it."""
+    def shared_bytes(self, head_qk: int, head_v: int, float_rows: bool = False) -> int:
+        """Q, two stages of K and V; at the end O over all of it, in float32 if `float_rows`."""
         head_qk, head_v = padded(head_qk), padded(head_v)
         inputs = 2 * (self.queries * head_qk + 2 * self.keys * (head_qk + head_v))
-        return max(inputs, 2 * self.queries * head_v)
+        output = 4 * self.queries * (head_v + 4) if float_rows else 2 * self.queries * head_v
+        return max(inputs, output)
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,29 @@ class QueryGradientTile:
 
 
 @dataclass(frozen=True)
+class CapturedTile:
+    """`queries` x `keys` of the kernel of captured gradients, for heads up to `head_max`; a warp to 16
+    queries.
+    """
+
+    head_max: int
+    queries: int
+    keys: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.queries // 16
+
+    def shared_bytes(self, head_qk: int, head_v: int, walks: bool, values: bool, places: bool) -> int:
+        """Q, dO, K, V (if it walks over keys) and row terms; a value and a place for each score."""
+        tiles = 2 * (self.queries + self.keys) * (padded(head_qk) + padded(head_v)) if walks else 0
+        return tiles + 8 * self.queries + 4 * self.queries * (self.keys + 8) * (values + places)
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """The tiles of a class of GPUs; the first that fits the heads is taken, and what follows it holds less."""
+    """The tiles of a class of GPUs: the first that fits the heads is taken, what follows holds less."""
 
     shared_bytes: int  # dynamic, of a block; kernels declare up to 512 bytes beside it
     forward: tuple[ForwardTile, ...]
@@ -165,7 +187,7 @@ _SMALL_CAPABILITIES = (86, 89, 120, 121)
 
 
 def name_for(capabilities: Collection[int]) -> str:
-    """The target whose tiles fit all of these compute capabilities (times ten); of none, all of the family."""
+    """The target whose tiles fit these compute capabilities (times ten); without any, all of the family."""
     small = not capabilities or any(c in _SMALL_CAPABILITIES for c in capabilities)
     return "sm86" if small else "sm80"
 
@@ -189,6 +211,7 @@ def tiles_of(
     )
 
 
+CAPTURED = (CapturedTile(64, 64, 64), CapturedTile(192, 64, 32), CapturedTile(256, 32, 32))
 QUERY_GRADIENT = (
     QueryGradientTile(64, 64, 64, 4, 2),
     QueryGradientTile(192, 64, 32, 4, 1),
@@ -196,6 +219,10 @@ QUERY_GRADIENT = (
 )
 
 ROTATE_THREADS, ROTATE_ROWS = 256, 16
+TRANSFORM_ROWS = 32  # eight lanes to a row
+ROW_TILES = (32, 16, 8, 4)  # rows of a kernel that differentiates row or output blocks, eight lanes to a row
+ROW_SHARED_BYTES = 48 * 1024  # so that two blocks fit an SM
+CLEAR_BLOCKS, CLEAR_THREADS, SUM_THREADS = 256, 256, 256
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
@@ -207,3 +234,14 @@ TYPICAL_ROWS = 8192  # the length for which heads are grouped to share the L2 ca
 def section_heads(head_qk: int, head_v: int) -> int:
     """Heads worked on at a time, for a typical sequence, so that their K and V stay in the L2 cache."""
     return max(1, L2_BYTES // (TYPICAL_ROWS * (head_qk + head_v) * 2))
+
+
+def row_tile(columns: int, blocks: int, terms: int) -> int:
+    """Rows of a block of the kernel that differentiates `blocks` row blocks, with `terms` terms of a row for
+    gradients of captured tensors."""
+    return next((r for r in ROW_TILES if row_bytes(r, columns, blocks, terms) <= ROW_SHARED_BYTES), 4)
+
+
+def row_bytes(rows: int, columns: int, blocks: int, terms: int) -> int:
+    """The row ahead of each row block, its gradient, and its terms; the sums of terms over the rows."""
+    return 4 * (rows * (blocks + 1) * (columns + 4) + (rows + 1) * terms)

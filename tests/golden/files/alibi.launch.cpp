@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `alibi_lm` for target sm80
+// afc: attention `alibi_lm` for target sm86
 // source    alibi.attn:2
 // blocks    scaled_dot_product(scale = Dqk ** -0.5), alibi(slope = slope) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   slope[H] float
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile alibi.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
@@ -27,7 +27,7 @@ enum Kernel {
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"alibi_lm_forward", 81920, 128},
+    {"alibi_lm_forward", 98304, 256},
     {"alibi_lm_preprocess", 0, 256},
     {"alibi_lm_backward", 82432, 256},
     {"alibi_lm_postprocess", 16896, 256},
@@ -131,7 +131,7 @@ extern "C" int64_t alibi_lm_cuda_bfloat16_128_128_workspace(const afc_args *call
 extern "C" int alibi_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(ALIBI_LM_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+  if (int status = launch(ALIBI_LM_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
     return status;
   }
   return AFC_OK;

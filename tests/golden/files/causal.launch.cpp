@@ -1,11 +1,11 @@
 // ============================================================================
-// afc: attention `causal_lm` for target sm80
+// afc: attention `causal_lm` for target sm86
 // source    causal.attn:2
 // blocks    causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile causal.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
@@ -26,7 +26,7 @@ enum Kernel {
 };
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"causal_lm_forward", 81920, 128},
+    {"causal_lm_forward", 98304, 256},
     {"causal_lm_preprocess", 0, 256},
     {"causal_lm_backward", 82432, 256},
     {"causal_lm_postprocess", 16896, 256},
@@ -127,7 +127,7 @@ extern "C" int64_t causal_lm_cuda_bfloat16_128_128_workspace(const afc_args *cal
 extern "C" int causal_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(CAUSAL_LM_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+  if (int status = launch(CAUSAL_LM_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
     return status;
   }
   return AFC_OK;

@@ -1,11 +1,11 @@
 // ============================================================================
-// afc: attention `gptj` for target sm80
+// afc: attention `gptj` for target sm86
 // source    gptj.attn:2
 // blocks    rope_interleaved(base = 10000.0) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile gptj.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
@@ -29,7 +29,7 @@ enum Kernel {
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"gptj_rotate_forward", 0, 256},
-    {"gptj_forward", 81920, 128},
+    {"gptj_forward", 98304, 256},
     {"gptj_rotate_backward", 0, 256},
     {"gptj_preprocess", 0, 256},
     {"gptj_backward", 82432, 256},
@@ -138,7 +138,7 @@ extern "C" int gptj_cuda_bfloat16_128_128_forward(const afc_args *call) {
   if (int status = launch(GPTJ_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
     return status;
   }
-  if (int status = launch(GPTJ_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+  if (int status = launch(GPTJ_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
     return status;
   }
   return AFC_OK;

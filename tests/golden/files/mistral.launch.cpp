@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `mistral` for target sm80
+// afc: attention `mistral` for target sm86
 // source    mistral.attn:2
 // blocks    rope(base = 10000.0) > causal > sliding_window(w = w) > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   w: int > 0
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile mistral.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
@@ -30,7 +30,7 @@ enum Kernel {
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"mistral_rotate_forward", 0, 256},
-    {"mistral_forward", 81920, 128},
+    {"mistral_forward", 98304, 256},
     {"mistral_rotate_backward", 0, 256},
     {"mistral_preprocess", 0, 256},
     {"mistral_backward", 82432, 256},
@@ -142,7 +142,7 @@ extern "C" int mistral_cuda_bfloat16_128_128_forward(const afc_args *call) {
   if (int status = launch(MISTRAL_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
     return status;
   }
-  if (int status = launch(MISTRAL_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+  if (int status = launch(MISTRAL_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
     return status;
   }
   return AFC_OK;

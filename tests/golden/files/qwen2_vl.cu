@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `qwen2_vl` for target sm80
+// afc: attention `qwen2_vl` for target sm86
 // source    qwen2_vl.attn:2
 // blocks    mrope(pos = qpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) > mrope(pos = kpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qpos[3, 1|B, M] int, kpos[3, 1|B, N] int
-// schedule  forward 64 x 64, 4 warps; backward 32 x 128, 8 warps (queries x keys)
+// schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile qwen2_vl.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"
@@ -220,13 +220,13 @@ extern "C" __global__ void __launch_bounds__(256, 3) qwen2_vl_rotate_forward(con
 // ---------------------------------------------------------------------------------------------------------------------
 // qwen2_vl_forward: O = softmax(score(Q K^T)) V and its log-sum-exp
 //
-// A CTA computes 64 query rows of one (batch, head) with 4 warps; scores, weights and outputs of a warp's
+// A CTA computes 128 query rows of one (batch, head) with 8 warps; scores, weights and outputs of a warp's
 // rows stay in its registers. K and V pass through two stages of shared memory, 64 keys at a time.
 // ---------------------------------------------------------------------------------------------------------------------
 namespace qwen2_vl_forward_parts {
 
 constexpr int D_QK = 128, D_V = 128;
-constexpr int TILE_M = 64, TILE_N = 64, WARPS = 4, THREADS = WARPS * 32;
+constexpr int TILE_M = 128, TILE_N = 64, WARPS = 8, THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = TILE_M / WARPS / 16;        // 16-row blocks of a warp
 constexpr int KEY_OCTETS = TILE_N / 8, V_OCTETS = D_V / 8;
 constexpr int SECTION = 8;                          // heads worked on at a time
@@ -242,7 +242,7 @@ using TileO = tile::SharedTile<TILE_M, D_V>;
 constexpr int STAGE_BYTES = TileK::BYTES + TileV::BYTES;
 constexpr int INPUT_BYTES = TileQ::BYTES + 2 * STAGE_BYTES;
 constexpr int SHARED_BYTES = INPUT_BYTES > TileO::BYTES ? INPUT_BYTES : TileO::BYTES;
-static_assert(SHARED_BYTES == 81920, "the launch plan and the kernel disagree on shared memory");
+static_assert(SHARED_BYTES == 98304, "the launch plan and the kernel disagree on shared memory");
 static_assert(TILE_M == ROW_BLOCKS * WARPS * 16, "warps must divide the query tile into 16-row blocks");
 
 // What a warp keeps from key tile to key tile.
@@ -295,7 +295,7 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
 
 }  // namespace qwen2_vl_forward_parts
 
-extern "C" __global__ void __launch_bounds__(128, 2)
+extern "C" __global__ void __launch_bounds__(256, 1)
     qwen2_vl_forward(const __grid_constant__ afc_args args) {
   using namespace qwen2_vl_forward_parts;
   const int rows_total = static_cast<int>(args.M);
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     ptx::cp_async_wait<0>();
     const unsigned char *v_tile = shared_memory + TileQ::BYTES + (step & 1) * STAGE_BYTES + TileK::BYTES;
     const bool infinite = tile::holds_infinite<Element, TileV, THREADS>(v_tile, tile::thread_in_step(step));
-    const bool finite = __syncthreads_or(infinite) == 0;  // and as below
+    const bool finite = __syncthreads_or(infinite) == 0;  // a barrier as the one below
     const uint32_t stage = copy_next(step);
     key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, finite, item,
                     places, args);
@@ -1121,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
   ptx::cp_async_wait<0>();
   __syncthreads();
   float *dq = reinterpret_cast<float *>(shared_memory);
-  tile::store_floats(dq, PITCH, rows.dq, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16), 0, 1);
+  tile::store_floats<D_QK>(dq, PITCH, rows.dq, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16), 0, 1);
   __syncthreads();
   const int batch = work_at_end.batch, head = work_at_end.head, first = work_at_end.tile * TILE_M;
   const int stored_rows = min(TILE_M, static_cast<int>(args.M) - first);

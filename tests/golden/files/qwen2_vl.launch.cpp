@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `qwen2_vl` for target sm80
+// afc: attention `qwen2_vl` for target sm86
 // source    qwen2_vl.attn:2
 // blocks    mrope(pos = qpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) > mrope(pos = kpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qpos[3, 1|B, M] int, kpos[3, 1|B, N] int
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile qwen2_vl.attn --emit cu
-// edit      templates/sm80, grammar/prelude
+// edit      templates/sm86, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
@@ -30,7 +30,7 @@ enum Kernel {
 
 const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"qwen2_vl_rotate_forward", 0, 256},
-    {"qwen2_vl_forward", 81920, 128},
+    {"qwen2_vl_forward", 98304, 256},
     {"qwen2_vl_rotate_backward", 0, 256},
     {"qwen2_vl_preprocess", 0, 256},
     {"qwen2_vl_backward", 82432, 256},
@@ -145,7 +145,7 @@ extern "C" int qwen2_vl_cuda_bfloat16_128_128_forward(const afc_args *call) {
   if (int status = launch(QWEN2_VL_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
     return status;
   }
-  if (int status = launch(QWEN2_VL_FORWARD, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) {
+  if (int status = launch(QWEN2_VL_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
     return status;
   }
   return AFC_OK;

@@ -1,0 +1,229 @@
+// ============================================================================
+// afc: attention `headwise_norm` for target sm86
+// source    headwise_norm.attn:3
+// blocks    rope(base = 10000.0) > causal > softmax
+// tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
+// options   w[128] float, g[B, H, M] float
+// schedule  host code: launches the kernels in order
+// rebuild   afc compile headwise_norm.attn --emit cu
+// edit      templates/sm86, grammar/prelude
+// ============================================================================
+#include "abi/afc_abi.h"
+#include "abi/afc_shares.h"
+#include "host/driver.h"
+#include "host/gradients.h"
+#include "host/status.h"
+
+extern "C" const afc_gpu_images headwise_norm_cuda_bfloat16_128_128_images;  // one cubin per architecture
+
+namespace {
+
+// ---- kernels ---------------------------------------------------------------
+
+enum Kernel {
+  HEADWISE_NORM_ROTATE_FORWARD,
+  HEADWISE_NORM_FORWARD,
+  HEADWISE_NORM_ROTATE_BACKWARD,
+  HEADWISE_NORM_CLEAR,
+  HEADWISE_NORM_OUTPUT,
+  HEADWISE_NORM_PREPROCESS,
+  HEADWISE_NORM_BACKWARD,
+  HEADWISE_NORM_POSTPROCESS,
+  HEADWISE_NORM_OUTPUT_SUM,
+  HEADWISE_NORM_BACKWARD_QUERIES,
+};
+
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
+    {"headwise_norm_rotate_forward", 0, 256},
+    {"headwise_norm_forward", 98304, 256},
+    {"headwise_norm_rotate_backward", 0, 256},
+    {"headwise_norm_clear", 0, 256},
+    {"headwise_norm_output", 42752, 128},
+    {"headwise_norm_preprocess", 0, 256},
+    {"headwise_norm_backward", 82432, 256},
+    {"headwise_norm_postprocess", 16896, 256},
+    {"headwise_norm_output_sum", 0, 256},
+    {"headwise_norm_backward_queries", 65536, 128},
+};
+
+afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_images, kernels, 10};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// ---- shares of the kernels that sum gradients of captured tensors -----------
+
+// How the blocks of headwise_norm_output share out its rows.
+AFC_FN void headwise_norm_output_shares(const afc_args &args, Shares &shares) {
+  shares.begin(args.B, args.Hq, (args.M + 15) / 16);
+  shares.add(args.grad_captured[0], -1, -1, -1, args.M);  // w
+  shares.add(args.grad_captured[1], 0, 1, 2, args.M);  // g
+  shares.split();
+}
+
+Shares shares_of(void (*compute)(const afc_args &, Shares &), const afc_args &args) {
+  Shares shares;
+  compute(args, shares);
+  return shares;
+}
+
+int launch(Kernel kernel, int64_t x, int64_t y, const afc_args &args) {
+  if (x > 2147483647) {
+    return afc_fail(AFC_BAD_ARGUMENT, "the call needs %lld blocks, more than one grid holds", (long long)x);
+  }
+  return afc_gpu_launch(&gpu, kernel, unsigned(x), unsigned(y), 1, &args, 0);
+}
+
+// ---- checks ----------------------------------------------------------------
+
+int check_rows(const char *name, const afc_tensor &tensor, int64_t elements) {
+  if (elements == 0) return AFC_OK;
+  const bool unit_stride = tensor.stride[3] == 1;
+  const bool multiples = (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0;
+  if (tensor.data == nullptr || (uintptr_t)tensor.data % 16 != 0 || !unit_stride || !multiples) {
+    return afc_fail(AFC_BAD_ARGUMENT,
+                    "%s: expected 16-byte aligned rows: a pointer aligned to 16 bytes, strides that are "
+                    "multiples of 8 and a unit last stride",
+                    name);
+  }
+  return AFC_OK;
+}
+
+int check(const afc_args &args, bool backward) {
+  const int64_t q_rows = args.B * args.Hq * args.M, k_rows = args.B * args.Hk * args.N;
+  const int64_t q_size = q_rows * 128, k_size = k_rows * 128;
+  const int64_t o_size = q_rows * 128, v_size = k_rows * 128;
+  if (args.flags & AFC_ACCUMULATE) {
+    return afc_fail(AFC_UNSUPPORTED, "flags: AFC_ACCUMULATE is not supported by this module");
+  }
+  for (int n = 0; n < AFC_MAX_CAPTURED; ++n) {
+    if (args.grad_captured[n].data != nullptr && !(backward && (n == 0 || n == 1))) {
+      return afc_fail(AFC_UNSUPPORTED, "grad_captured[%d]: this module computes no gradient of this captured tensor", n);
+    }
+    if ((n < 2) != (args.captured[n].data != nullptr)) {
+      return afc_fail(AFC_BAD_ARGUMENT, "captured[%d]: this attention captures 2 tensor(s)", n);
+    }
+  }
+  if (const int dtype = args.captured[0].dtype; !(dtype >= AFC_FLOAT16 && dtype <= AFC_FLOAT64)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "w: expected elements of type float16, bfloat16, float32 or float64");
+  }
+  if (const int dtype = args.captured[1].dtype; !(dtype >= AFC_FLOAT16 && dtype <= AFC_FLOAT64)) {
+    return afc_fail(AFC_BAD_ARGUMENT, "g: expected elements of type float16, bfloat16, float32 or float64");
+  }
+  if (int status = afc_check_gradient(args, 0, AFC_FLOAT32)) return status;
+  if (int status = afc_check_gradient(args, 1, AFC_FLOAT32)) return status;
+  if (gradient_size(args.grad_captured[0]) > 2147483647) {
+    return afc_fail(AFC_UNSUPPORTED, "grad_captured[0]: expected at most 2147483647 elements");
+  }
+  if (gradient_size(args.grad_captured[1]) > 2147483647) {
+    return afc_fail(AFC_UNSUPPORTED, "grad_captured[1]: expected at most 2147483647 elements");
+  }
+  if (int status = check_rows("q", args.q, q_size)) return status;
+  if (int status = check_rows("k", args.k, k_size)) return status;
+  if (int status = check_rows("v", args.v, v_size)) return status;
+  if (!backward) {
+    if (int status = check_rows("o", args.o, o_size)) return status;
+  }
+  if (backward || args.o_raw.data != nullptr) {
+    if (int status = check_rows("o_raw", args.o_raw, o_size)) return status;
+  }
+  if (!backward) return AFC_OK;
+  if (int status = check_rows("d_o", args.d_o, o_size)) return status;
+  if (int status = check_rows("dq", args.dq, q_size)) return status;
+  if (int status = check_rows("dk", args.dk, k_size)) return status;
+  if (int status = check_rows("dv", args.dv, v_size)) return status;
+  return AFC_OK;
+}
+
+// ---- workspace -------------------------------------------------------------
+
+// Sets args.buffer to parts of the workspace; returns the bytes that they take.
+int64_t place(afc_args &args, bool backward) {
+  int64_t at = 0;
+  auto take = [&](int index, bool needed, int64_t bytes) {
+    if (!needed) return;
+    args.buffer[index] = (void *)((uintptr_t)args.workspace + (uintptr_t)at);
+    at += ceil_div(bytes, 256) * 256;
+  };
+  take(0, backward, 2 * (args.B * args.Hq * args.M * 128));  // q_rotated
+  take(1, true, 4 * ((args.q_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.M * 128)));  // q_table
+  take(2, true, 2 * (args.B * args.Hk * args.N * 128));  // k_rotated
+  take(3, backward, 4 * ((args.k_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * (args.N * 128)));  // k_table
+  take(4, backward, 4 * (args.B * args.Hq * args.M * 2));  // row_terms
+  take(5, backward, 4 * (args.B * args.Hq * ((args.M + 15) / 16 * 2048)));  // dq_sum
+  take(6, backward, 2 * (args.B * args.Hq * args.M * 128));  // d_raw
+  take(7, backward, 4 * (shares_of(headwise_norm_output_shares, args).floats()));  // copies of headwise_norm_output
+  return at;
+}
+
+int start(afc_args &args, bool backward) {
+  if (int status = check(args, backward)) return status;
+  const int64_t needed = place(args, backward);
+  if (args.workspace_bytes < needed) {
+    return afc_fail(AFC_BAD_ARGUMENT, "workspace: expected %lld bytes, got %lld", (long long)needed,
+                    (long long)args.workspace_bytes);
+  }
+  return AFC_OK;
+}
+
+}  // namespace
+
+// ---- entry functions -------------------------------------------------------
+
+extern "C" int64_t headwise_norm_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+  afc_args args = *call;
+  return place(args, backward != 0);
+}
+
+extern "C" int headwise_norm_cuda_bfloat16_128_128_forward(const afc_args *call) {
+  afc_args args = *call;
+  if (int status = start(args, false)) return status;
+  if (int status = launch(HEADWISE_NORM_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
+  return AFC_OK;
+}
+
+extern "C" int headwise_norm_cuda_bfloat16_128_128_backward(const afc_args *call) {
+  afc_args args = *call;
+  if (int status = start(args, true)) return status;
+  if (args.flags & AFC_DETERMINISTIC) {
+    if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(HEADWISE_NORM_CLEAR, 256, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_OUTPUT, shares_of(headwise_norm_output_shares, args).blocks(), 1, args)) return status;
+    args.o = args.o_raw;  // from here on the output is that before its blocks
+    args.d_o = {args.buffer[6], {args.Hq * args.M * 128, args.M * 128, 128, 1}};
+    if (int status = launch(HEADWISE_NORM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
+    if (int status = launch(HEADWISE_NORM_OUTPUT_SUM, ceil_div(shares_of(headwise_norm_output_shares, args).largest(), 8), 2, args)) return status;
+    return AFC_OK;
+  }
+  if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_CLEAR, 256, 1, args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_OUTPUT, shares_of(headwise_norm_output_shares, args).blocks(), 1, args)) {
+    return status;
+  }
+  args.o = args.o_raw;  // from here on the output is that before its blocks
+  args.d_o = {args.buffer[6], {args.Hq * args.M * 128, args.M * 128, 128, 1}};
+  if (int status = launch(HEADWISE_NORM_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_POSTPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {
+    return status;
+  }
+  if (int status = launch(HEADWISE_NORM_OUTPUT_SUM, ceil_div(shares_of(headwise_norm_output_shares, args).largest(), 8), 2, args)) {
+    return status;
+  }
+  return AFC_OK;
+}
