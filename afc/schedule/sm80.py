@@ -40,7 +40,9 @@ from afc.schedule.targets import sm80
 
 def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0), target: str = "sm80") -> LaunchPlan:
     """The plan of a program on the sm_80 family, with the tiles of one of its targets, `steps` (forward,
-    backward) further down the lists than the first that fit. Raises UsageError E0405, E0406, E0409, E0410, E0411.
+    backward) further down the lists than the first that fit.
+
+    Raises UsageError E0405, E0406, E0409, E0410, E0411.
     """
     check_storage("cuda", storage, sm80.STORAGES)
     check_heads(program, "cuda", sm80.HEAD_MULTIPLE, sm80.HEAD_MAX)

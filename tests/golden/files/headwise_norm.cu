@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   ptx::cp_async_wait<0>();
   __syncthreads();
   float *o_rows = reinterpret_cast<float *>(shared_memory);
-  tile::store_floats(o_rows, PITCH, rows.o, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16), 0, 1);
+  tile::store_floats<D_V>(o_rows, PITCH, rows.o, tile::warp_index(threadIdx.x) * (ROW_BLOCKS * 16), 0, 1);
   __syncthreads();
 #pragma unroll 1
   for (int first = 0; first < TILE_M; first += THREADS / tile::ROW_LANES) {  // eight lanes to a row
