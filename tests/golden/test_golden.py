@@ -20,6 +20,8 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent / "files"
 PROGRAMS = (
     "alibi",
+    "bert",
+    "bigbird",
     "causal",
     "gemma2",
     "gptj",
@@ -27,6 +29,7 @@ PROGRAMS = (
     "learned_sink",
     "llama",
     "mistral",
+    "packed",
     "qwen2_vl",
     "qwen3",
     "sigmoid",
@@ -36,7 +39,6 @@ PROGRAMS = (
 STAGES = {
     "program": ("program.txt", Options(("cpu",), ((64, 64),))),
     "tiled": ("plan.txt", Options(("cpu", "cuda"), ((64, 64),))),
-    "cpu_tiled": ("plan.txt", Options(("cpu",), ((64, 64),))),
     "cpp": ("cpp", Options(("cpu",), ((64, 64),), ("float32",))),
     "cu": ("cu", Options(("cuda",), ((128, 128),), ("bfloat16",))),
     "launch": ("launch.cpp", Options(("cuda",), ((128, 128),), ("bfloat16",))),
@@ -45,10 +47,10 @@ STAGES = {
 
 def text(name: str, stage: str) -> str:
     options = STAGES[stage][1]
-    return emit(ROOT / "examples" / f"{name}.attn", stage.removeprefix("cpu_"), options)
+    return emit(ROOT / "examples" / f"{name}.attn", stage, options)
 
 
-CASES = [(name, stage) for name in PROGRAMS for stage in STAGES if stage != "cpu_tiled"]
+CASES = [(name, stage) for name in PROGRAMS for stage in STAGES]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
