@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake 
 
 
 def run(*command: str | Path) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

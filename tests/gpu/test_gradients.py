@@ -84,7 +84,7 @@ def test_no_memory_of_the_size_of_the_score_matrix(name: str) -> None:
     call = attention(name, 64)
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, n, n, 64, 64, torch.bfloat16, "cuda"))
     options = PUBLISHED[name].arguments(Shape(1, 2, 2, n, n, 64))
-    options = {x: t.cuda().requires_grad_() for x, t in options.items()}
+    options = {x: t.cuda().requires_grad_() if isinstance(t, torch.Tensor) else t for x, t in options.items()}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -92,7 +92,7 @@ def test_no_memory_of_the_size_of_the_score_matrix(name: str) -> None:
     call(q, k, v, **options).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 16 * q.numel() * q.element_size() < n * n, f"{peak} bytes above the inputs"
-    assert all(torch.isfinite(x.grad).all() for x in options.values())
+    assert all(torch.isfinite(x.grad).all() for x in options.values() if isinstance(x, torch.Tensor))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 300, 300), (2, 1, 300, 300), (1, 4, 300, 300)])

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import afc  # noqa: E402
-from tests.support.checks import EXAMPLES, compare, failures, inputs, run  # noqa: E402
+from tests.support.checks import EXAMPLES, compare, failures, inputs, on_the_cpu, run  # noqa: E402
 from tests.support.dense import VARIANTS  # noqa: E402
 from tests.support.published import PUBLISHED  # noqa: E402
 
@@ -56,19 +56,6 @@ def check(
 def test_variants(name: str, dtype: str, d: int) -> None:
     check(name, dtype, d, 2, 4, 2, 129, 129)
     check(name, dtype, d, 1, 2, 2, 500, 500)
-
-
-def on_the_cpu(reference: Any) -> Any:
-    """The reference for tensors on the GPU; it computes, and its gradients pass, on the CPU."""
-
-    def down(x: Any) -> Any:
-        return x.cpu() if isinstance(x, torch.Tensor) else x
-
-    def moved(*rows: Any, **options: Any) -> Any:
-        results = reference(*map(down, rows), **{n: down(x) for n, x in options.items()})
-        return tuple(x.cuda() for x in results)
-
-    return moved
 
 
 @pytest.mark.parametrize("d", [32, 64, 128])

@@ -108,6 +108,19 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float("inf") if error != error else error / max(norm, 1e-300)
 
 
+def on_the_cpu(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference for tensors on the GPU; it computes, and its gradients pass, on the CPU."""
+
+    def down(x: Any) -> Any:
+        return x.cpu() if isinstance(x, Tensor) else x
+
+    def moved(*rows: Any, **options: Any) -> Any:
+        results = reference(*map(down, rows), **{n: down(x) for n, x in options.items()})
+        return tuple(x.cuda() for x in results)
+
+    return moved
+
+
 def compare(
     call: Callable[..., Any],
     variant: Variant,
