@@ -188,7 +188,7 @@ def _settler(
         first = _faults(results)
         if not any(first.values()):
             return spec, ()
-        smaller = {unit.symbol: _smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        smaller = {unit.symbol: smaller(unit, first.get(unit.symbol, []), options) for unit in made}
         tried = tuple(unit for unit in smaller.values() if unit is not None)
         trial = _spec(checked, tried, options)
         second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
@@ -213,7 +213,7 @@ def _faults(results: Mapping[str, tuple[CubinResult, ...]]) -> dict[str, list[Fa
     }
 
 
-def _smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
+def smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
     """The unit with the next smaller tile in the passes that have faults; None if there is none."""
     if not faults:
         return None

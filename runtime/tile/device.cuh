@@ -13,7 +13,11 @@ using Real = float;
 
 namespace tile {
 
-// A compile-time constant as the argument of a generic lambda.
+// A type, and a compile-time constant, as the argument of a generic lambda.
+template <class T>
+struct Type {
+  using type = T;
+};
 template <class T, T VALUE>
 struct Constant {
   static constexpr T value = VALUE;

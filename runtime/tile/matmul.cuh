@@ -110,6 +110,35 @@ AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
     }
 }
 
+// The same in shared memory, for products P^T dO and dS^T Q with P^T and dS^T [key][query]: infinities and NaN of Q and dO
+// become 0, and an element of P that is not 0 becomes NaN where its row of dO holds one. All threads call; rarely needed.
+template <class E, class TileP, class TileQ, class TileDO, int THREADS>
+AFC_FN void hide_infinite(unsigned char *p, unsigned char *q, unsigned char *d_o) {
+  auto clean_row = [](unsigned char *tile, auto shape, int row) {
+    using Tile = typename decltype(shape)::type;
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Tile::CHUNKS; ++chunk) {
+      uint4 &values = *reinterpret_cast<uint4 *>(tile + Tile::chunk_offset(row, chunk));
+      uint32_t b[4] = {values.x, values.y, values.z, values.w};
+      for (int i = 0; i < 4; ++i) found |= infinite_halves<E>(b[i]);
+      drop_infinite<E>(b);
+      values = {b[0], b[1], b[2], b[3]};
+    }
+    return found != 0;
+  };
+#pragma unroll 1
+  for (int m = threadIdx.x; m < TileP::COLUMNS; m += THREADS) {
+    clean_row(q, Type<TileQ>(), m);
+    if (!clean_row(d_o, Type<TileDO>(), m)) continue;
+#pragma unroll 1
+    for (int n = 0; n < TileP::ROWS; ++n) {
+      uint16_t &weight = *reinterpret_cast<uint16_t *>(p + TileP::offset(n, m));
+      if (weight & 0x7fff) weight = 0x7fff;
+    }
+  }
+}
+
 // Operand A of a product with rows of a tile: an element that is not 0 becomes NaN where its row of the tile holds an
 // infinity or NaN. Ones times their places, in row-major blocks, count them for all rows of A at once.
 template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS>
@@ -209,9 +238,8 @@ AFC_FN int column_blocks_of_warp(int warp) {
 }
 
 // acc += A B with both in shared memory; A read by rows from a tile of [rows][depth], B by columns from a tile of
-// [depth][columns], of whose column blocks 0, STEP, 2 STEP, ... `column_blocks` are used. FINITE: all of B is; else
-// infinities and NaN count as 0, as in multiply_columns_finite.
-template <class E, int STEP, bool FINITE, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
+// [depth][columns], of whose column blocks 0, STEP, 2 STEP, ... `column_blocks` are used.
+template <class E, int STEP, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_tiles(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
                            const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
 #pragma unroll
@@ -224,7 +252,6 @@ AFC_FN void multiply_tiles(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<Til
       if (c >= column_blocks) break;
       uint32_t b[4];
       ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
-      if (!FINITE) drop_infinite<E>(b);
       multiply_block<E>(acc, a, b, c);
     }
   }

@@ -683,7 +683,7 @@ AFC_FN void score_gradients(uint32_t (&ds)[QUERY_BLOCKS][KEY_BLOCKS][4],
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float d_weight = dp[r][c][e];
-        const float product = factor[r][c][e] * (dp[r][c][e] - (e % 2 == 0 ? two_rows.y : two_rows.w));
+        const float product = factor[r][c][e] * (d_weight - (e % 2 == 0 ? two_rows.y : two_rows.w));
         x[e] = FULL || factor[r][c][e] != 0.0f ? product : 0.0f;
       }
       ds[c / 2][r][c % 2 * 2] = Element::pack(x[0], x[1]);
@@ -844,30 +844,26 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     }
     uint32_t p[QUERY_BLOCKS][KEY_BLOCKS][4];
     weights<FULL>(p, s, terms, work.tile * TILE_N + at.key, first_query + at.query, item, places, args);
-    if (!FULL && !finite) tile::mark_infinite<Element>(p, do_blocks, do_tile);
     tile::store_operand<TileP>(shared_memory + P_OFFSET, p, at.key_warp * (KEY_BLOCKS * 16), at.query_warp * QUERY_BLOCKS);
     score_gradients<FULL>(p, s, dp, terms);
     tile::store_operand<TileP>(shared_memory + DS_OFFSET, p, at.key_warp * (KEY_BLOCKS * 16), at.query_warp * QUERY_BLOCKS);
     __syncthreads();  // P and dS are complete
+    if (!FULL && !finite) {
+      const uint32_t stage = Q_OFFSET + (step & (STAGES - 1)) * STAGE_BYTES;
+      tile::hide_infinite<Element, TileP, TileQ, TileDO, THREADS>(
+          shared_memory + P_OFFSET, shared_memory + stage, shared_memory + stage + TileQ::BYTES);
+      __syncthreads();
+    }
 
     const uint32_t sum_thread = tile::thread_in_step(step), sum_lane = sum_thread % tile::WARP;
     const Place sum_place = place(sum_thread);
     const auto p_blocks = tile::column_major_blocks<TileP>(sum_place.sum_key_warp * (SUM_KEY_BLOCKS * 16), sum_lane);
     const auto do_columns = tile::column_major_blocks<TileDO>(0, sum_lane).from_column_block(sum_place.column_warp);
     const auto q_columns = tile::column_major_blocks<TileQ>(0, sum_lane).from_column_block(sum_place.column_warp);
-    auto add_products = [&](auto all_finite) {
-      constexpr bool FINITE = decltype(all_finite)::value;
-      tile::multiply_tiles<Element, COLUMN_WARPS, FINITE>(
-          dv, p_blocks, shared + P_OFFSET, do_columns, do_tile,
-          tile::column_blocks_of_warp<D_V, COLUMN_WARPS>(sum_place.column_warp));
-      tile::multiply_tiles<Element, COLUMN_WARPS, FINITE>(
-          dk, p_blocks, shared + DS_OFFSET, q_columns, q_tile,
-          tile::column_blocks_of_warp<D_QK, COLUMN_WARPS>(sum_place.column_warp));
-    };
-    if (FULL || finite)
-      add_products(tile::Constant<bool, true>());
-    else
-      add_products(tile::Constant<bool, false>());
+    tile::multiply_tiles<Element, COLUMN_WARPS>(dv, p_blocks, shared + P_OFFSET, do_columns, do_tile,
+                                                tile::column_blocks_of_warp<D_V, COLUMN_WARPS>(sum_place.column_warp));
+    tile::multiply_tiles<Element, COLUMN_WARPS>(dk, p_blocks, shared + DS_OFFSET, q_columns, q_tile,
+                                                tile::column_blocks_of_warp<D_QK, COLUMN_WARPS>(sum_place.column_warp));
     const tile::GroupWalk::Position still = positions[step & 1];  // read again rather than kept
     if (args.flags & AFC_DETERMINISTIC) return;
     const uint32_t dq_thread = tile::thread_in_step(step), dq_lane = dq_thread % tile::WARP;
