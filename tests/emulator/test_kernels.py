@@ -28,7 +28,8 @@ def check(
     name: str, dtype: str, d: int, b: int, h: int, hk: int, m: int, n: int, dv: int | None = None, **call: Any
 ) -> None:
     variant = VARIANTS[name]
-    module = emulator.load(EXAMPLES / f"{name}.attn", Dqk=d, Dv=dv or d, dtype=dtype)
+    arch = call.pop("arch", "sm_86")
+    module = emulator.load(EXAMPLES / f"{name}.attn", Dqk=d, Dv=dv or d, dtype=dtype, arch=arch)
     layout, scale = call.pop("layout", "contiguous"), call.pop("scale", 1.0)
     q, k, v = inputs(b, h, hk, m, n, d, dv or d, getattr(torch, dtype), "cpu", layout, scale)
     extras = {**variant.extras(h, "cpu"), **call}
@@ -51,6 +52,12 @@ def test_lengths(name: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("d", [32, 48, 96, 128, 192, 256])
 def test_head_sizes(d: int) -> None:
     check("llama", "float16", d, 1, 2, 1, 70, 130)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_tiles_of_gpus_with_more_shared_memory(name: str, d: int) -> None:
+    check(name, "bfloat16", d, 1, 2, 1, 150, 200, arch="sm_80")
 
 
 def test_head_sizes_differ() -> None:
