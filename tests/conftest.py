@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared fixtures. Tests are foldered by what they need: unit (nothing), golden, cpu (g++, torch), gpu (a
-device).
+device), emulator (g++, torch: the CUDA kernels on the CPU).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files that differ")
+    parser.addoption("--emulate-all", action="store_true", help="run GPU kernels on the CPU in all cases")
     parser.addoption(
         "--update-manifest",
         action="store_true",
