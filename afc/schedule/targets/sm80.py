@@ -137,6 +137,11 @@ _WIDE_BACKWARD = (
     BackwardTile(192, 32, 64, 4, 2, 2, 2, 1, 1, False, False),
     BackwardTile(256, 32, 32, 2, 2, 2, 2, 1, 1, False, False),
 )
+# Where scores or masks leave few registers: nothing is kept as operands, and blocks of a warp are small.
+_FRUGAL_BACKWARD = (
+    BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
+    BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
+)
 # Compute capability 8.6, 8.9 and 12.0: 100 KB an SM, so one block of eight warps or two small ones.
 _SMALL = Tiles(
     99 * 1024 - 512,
@@ -149,9 +154,9 @@ _SMALL = Tiles(
     ),
     (
         BackwardTile(64, 64, 128, 4, 2, 4, 2, 2, 1, True, True),
-        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
+        _FRUGAL_BACKWARD[0],
         BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
-        BackwardTile(128, 64, 64, 4, 2, 2, 2, 2, 1, True, True),
+        _FRUGAL_BACKWARD[1],
         *_WIDE_BACKWARD,
     ),
 )
@@ -166,9 +171,9 @@ _LARGE = Tiles(
     ),
     (
         BackwardTile(64, 128, 128, 4, 2, 4, 4, 2, 1, False, False),
-        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, True, True),
+        _FRUGAL_BACKWARD[0],
         BackwardTile(128, 64, 128, 4, 2, 4, 2, 2, 1, False, False),
-        BackwardTile(128, 32, 128, 8, 1, 4, 2, 2, 1, True, True),
+        _FRUGAL_BACKWARD[1],
         *_WIDE_BACKWARD,
     ),
 )
@@ -176,11 +181,7 @@ _LARGE = Tiles(
 _WEIGHTED = Tiles(
     _SMALL.shared_bytes,
     (ForwardTile(96, 64, 64, 4, 2, False), ForwardTile(128, 64, 64, 4, 2, True), *_WIDE_FORWARD),
-    (
-        BackwardTile(64, 64, 64, 2, 2, 2, 2, 2, 2, False, False),
-        BackwardTile(128, 64, 64, 4, 2, 2, 2, 1, 1, False, False),
-        *_WIDE_BACKWARD,
-    ),
+    (*_FRUGAL_BACKWARD, *_WIDE_BACKWARD),
 )
 NAMES = {"sm80": _LARGE, "sm86": _SMALL}  # targets by their tiles
 _SMALL_CAPABILITIES = (86, 89, 120, 121)
