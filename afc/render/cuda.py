@@ -44,7 +44,7 @@ class _Unit:
         self.blocks: BlockText = render_blocks(program, plan.semantics, CUDA)
         self.buffer = {b.name: n for n, b in enumerate(plan.buffers)}
         head = max(self.semantics.head_qk, self.semantics.head_v)
-        self.front = next(t for t in sm80.FORWARD if head <= t.head_max)
+        self.front = sm80.forward_tile(head, bool(self.semantics.weight_steps))
         self.back = sm80.backward_tile(head, bool(self.semantics.weight_steps))
         self.q_rotations = self._rotations("q", self.semantics.q_rotations, self.blocks.q_rotations)
         self.k_rotations = self._rotations("k", self.semantics.k_rotations, self.blocks.k_rotations)

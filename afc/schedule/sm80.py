@@ -39,7 +39,7 @@ def plan(program: Program, storage: str) -> LaunchPlan:
     disjoint(meaning.k_rotations)
     head = max(meaning.head_qk, meaning.head_v)
     _check_weights(program, head)
-    front = next(t for t in sm80.FORWARD if head <= t.head_max)
+    front = sm80.forward_tile(head, bool(meaning.weight_steps))
     back = sm80.backward_tile(head, bool(meaning.weight_steps))
     scale, prefix, has_weight = meaning.gradient_scale, program.name, bool(meaning.weight_steps)
     forward = replace(

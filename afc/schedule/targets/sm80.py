@@ -84,6 +84,7 @@ BACKWARD = (
 )
 
 # With weight blocks, whose factors need registers beside the accumulators.
+FORWARD_WEIGHTED = FORWARD[1:]
 BACKWARD_WEIGHTED = (
     BackwardTile(64, 64, 64, 4, 1, 1, 2, 2, 2, 2),
     BackwardTile(128, 16, 64, 4, 1, 1, 1, 2, 2, 1),
@@ -94,6 +95,11 @@ ROTATE_THREADS, ROTATE_ROWS = 256, 16
 BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
+
+
+def forward_tile(head: int, has_weight: bool) -> ForwardTile:
+    """The tile of the forward kernel for heads of this size."""
+    return next(t for t in (FORWARD_WEIGHTED if has_weight else FORWARD) if head <= t.head_max)
 
 
 def backward_tile(head: int, has_weight: bool) -> BackwardTile:
