@@ -430,17 +430,6 @@ class AttentionChecker:
         call = call_text(declaration, options)
         if declaration.kind == "row":
             return self.row_step(declaration, formula, call, node, rows.lo, width)
-        read = formula_tensors(formula)
-        for parameter in self.declaration.options:
-            if parameter.grad and parameter.name in read:
-                self.report.error(
-                    "E0403",
-                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a rotation "
-                    "reads is outside what this version compiles",
-                    node.span,
-                    hint="drop `grad`: the tensor is then a constant to autograd",
-                )
-                return None
         return Rotation(
             declaration.name,
             formula,

@@ -68,7 +68,10 @@ def _step(kind: str, step: Step) -> list[str]:
 
 def _rotation(operand: str, step: Rotation) -> list[str]:
     lines = [f"  rotate {operand}[{attn(step.first)} + {attn(step.width)}] {step.call} over {step.pairing}"]
-    return lines + _formula(step.matrix if step.matrix is not None else step.formula, 4)
+    lines += _formula(step.matrix if step.matrix is not None else step.formula, 4)
+    for read in step.reads:
+        lines += [f"    gradient of {attn(read.load)}: sum of", *_formula(read.term, 6)]
+    return lines
 
 
 def _row(title: str, step: RowStep) -> list[str]:

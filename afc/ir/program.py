@@ -71,18 +71,31 @@ class Step:
 
 
 @dataclass(frozen=True)
+class RotationRead:
+    """A read of a captured tensor marked `grad` in a rotation, and what a pair adds to its gradient: a formula
+    of the pair (x0, x1) ahead of the rotation, the gradients d0_value, d1_value of the pair behind it, and what
+    the matrix reads.
+    """
+
+    load: Load
+    term: Formula
+
+
+@dataclass(frozen=True)
 class Rotation(Step):
     """A linear map of column pairs of q or k.
 
     Columns `first .. first + width - 1`. Pair c joins columns (c, c + width/2) for `half`, (2c, 2c + 1) for
     `adjacent`. `matrix`: (a00, a01, a10, a11) as formulas of p, r, c, b, h (the operand's own head), sizes,
-    scalars and captured tensors, set by the pass `matrices`.
+    scalars and captured tensors; `reads`: of captured tensors whose gradient is asked for. Both are set by
+    the pass `matrices`.
     """
 
     first: Expr = field(kw_only=True)
     width: Expr = field(kw_only=True)
     pairing: Literal["half", "adjacent"] = field(kw_only=True)
     matrix: Formula | None = field(default=None, kw_only=True)
+    reads: tuple[RotationRead, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -189,9 +202,13 @@ class CapturedRead:
 
 
 def learned(reads: Iterable[CapturedRead], steps: Iterable[Transform]) -> tuple[str, ...]:
-    """Captured tensors that scores, row or output blocks read and whose gradient is asked for."""
-    rows = [s.backward for s in steps if isinstance(s, RowStep) and s.backward is not None]
-    names = [r.load.tensor for r in reads] + [r.load.tensor for b in rows for r in b.reads]
+    """Captured tensors that scores, rotations, row or output blocks read and whose gradient is asked for."""
+    names = [r.load.tensor for r in reads]
+    for step in steps:
+        if isinstance(step, Rotation):
+            names += [r.load.tensor for r in step.reads]
+        elif step.backward is not None:
+            names += [r.load.tensor for r in step.backward.reads]
     return tuple(dict.fromkeys(names))
 
 

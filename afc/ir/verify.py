@@ -22,6 +22,8 @@ def verify(program: Program, after: str) -> None:
         groups.append((rotation.block, rotation.formula, known | {"x0", "x1", "p", "c", "b", "h", "r"}))
         if rotation.matrix is not None:
             groups.append((rotation.block, rotation.matrix, known | {"p", "c", "b", "h", "r"}))
+        pair = {"x0", "x1", "d0_value", "d1_value", "p", "c", "b", "h", "r"}
+        groups += [(rotation.block, read.term, known | pair) for read in rotation.reads]
     for step in program.output_steps:
         groups += [(step.block, f, known | names) for f, names in _row_formulas(step, {"m", "i"})]
     groups += [(s.block, s.formula, known | indices) for s in (*program.scores, *program.masks)]

@@ -146,6 +146,7 @@ def transform_back(
     env = _row_names(d, call, origin, first)
     for step, before in zip(reversed(steps), reversed(inputs[:-1]), strict=True):
         if isinstance(step, Rotation):
+            _rotation_reads(d, before, step, env, call, gradients)
             _rotate(d, step, env, call, transpose=True)
         else:
             _row_back(d, before, step, env, call, gradients)
@@ -188,6 +189,26 @@ def _rotate(x: Array, step: Rotation, env: Mapping[str, Any], call: Call, transp
         a01, a10 = a10, a01
     x0, x1 = x[..., lo], x[..., hi]
     x[..., lo], x[..., hi] = x0 * a00 + x1 * a01, x0 * a10 + x1 * a11
+
+
+def _rotation_reads(
+    d: Array,
+    x: Array,
+    step: Rotation,
+    env: Mapping[str, Any],
+    call: Call,
+    gradients: dict[str, Array] | None,
+) -> None:
+    """Adds what captured tensors get from the pairs x ahead of a rotation and the gradients d behind it."""
+    if gradients is None or not step.reads:
+        return
+    lo, hi = columns(step)
+    pair = {"x0": x[..., lo], "x1": x[..., hi], "d0_value": d[..., lo], "d1_value": d[..., hi]}
+    names = {**env, **pair, "c": np.arange(len(lo))}
+    live = (pair["d0_value"] != 0) | (pair["d1_value"] != 0)
+    for read in step.reads:
+        value = evaluate_formula(read.term, names, call.tensors)[0]
+        add_at(gradients, read.load, names, call.tensors, np.where(live, value, 0.0))
 
 
 def _row_columns(step: RowStep) -> slice:

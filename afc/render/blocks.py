@@ -18,6 +18,8 @@ target.
     output_<n>, …                   the same of an output block
     rotate_<q|k>_coefficients_<r>   entries of a rotation's matrices, in double: of (position, pair) or, where
                                     these are not enough, of (args, b, h, row, position, pair)
+    rotate_<q|k>_gradient_<r>_<n>, rotate_<q|k>_offset_<r>_<n>
+                                    what a pair adds to the gradient of a captured tensor, and where
 
 `docs/architecture.md` has the contract with the templates.
 """
@@ -172,6 +174,7 @@ TAKEN = frozenset(
     ]
 )
 TABLE_LIMIT = 512
+PAIR = ("x0", "x1", "d0_value", "d1_value")  # of a rotation: ahead of it, and the gradient behind it
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,21 @@ CUDA = Dialect(
 )
 
 
+Axes = tuple[int, int, int, int]  # dimensions of a captured tensor that b, h, m, i alone index, -1: none
+
+
+@dataclass(frozen=True)
+class RotationReadText:
+    """A read of a captured tensor marked `grad` in a rotation: slot, the functions that give what a pair adds and
+    where, and the dimensions that b, h, the row and the position alone index.
+    """
+
+    slot: int
+    gradient: str
+    offset: str
+    axes: Axes
+
+
 @dataclass(frozen=True)
 class RotationText:
     """How a rotation reads its coefficient table: number of distinct values, and the matrix in terms of
@@ -223,9 +241,7 @@ class RotationText:
     a10: str
     a11: str
     plain: bool
-
-
-Axes = tuple[int, int, int, int]  # dimensions of a captured tensor that b, h, m, i alone index, -1: none
+    reads: tuple[RotationReadText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -937,27 +953,64 @@ class _Writer:
         plain = dependence((rotation,)).plain
         name = f"rotate_{operand}_coefficients_{index}"
         comment = _comment(rotation, f"Coefficients of the rotation of {operand}.")
+        reads = self._rotation_reads(operand, index, rotation)
         key = (matrix, rotation.width)
         parameters = "int position, int pair" if plain else _parameters(matrix, key in self.rotations)
         head = f"AFC_FN void {name}({parameters}, Real *c)"
         if key in self.rotations:
             arguments = "position, pair" if plain else "args, b, h, row, position, pair"
             self.parts.append(f"{comment}\n{head} {{\n  {self.rotations[key]}({arguments}, c);\n}}")
-            return RotationText(len(values), *entries, plain)
+            return RotationText(len(values), *entries, plain, reads)
         self.rotations[key] = name
         formula, tables = self._tabulate(
             Formula(values, matrix.lets), f"{rotation.block}", int(rotation.width.value) // 2
         )
         self.parts += tables
         self.parts.append(f"{comment}\n{head} {{\n{self._coefficients(formula, plain)}\n}}")
-        return RotationText(len(values), *entries, plain)
+        return RotationText(len(values), *entries, plain, reads)
 
-    def _coefficients(self, formula: Formula, plain: bool) -> str:
-        """Statements that compute c[...] from the parameters of the function, in double."""
+    def _rotation_reads(self, operand: str, index: int, rotation: Rotation) -> tuple[RotationReadText, ...]:
+        """Functions of what a pair of a rotation adds to the gradients of captured tensors."""
+        found = []
+        for n, read in enumerate(rotation.reads):
+            slot = self.slots[read.load.tensor]
+            gradient, offset = (
+                f"rotate_{operand}_gradient_{index}_{n}",
+                f"rotate_{operand}_offset_{index}_{n}",
+            )
+            used = {e.name for e in formula_exprs(read.term) if isinstance(e, Var)}
+            pair = ", ".join(f"double {x}" if x in used else "double" for x in PAIR)
+            note = f"What a pair adds to the gradient of {attn(read.load)}."
+            self.parts.append(
+                f"{_comment(rotation, note)}\nAFC_FN double {gradient}({_parameters(read.term, True)}, {pair}) {{\n"
+                f"{self._coefficients(read.term, False, 'return {1};', PAIR)}\n}}"
+            )
+            place = Formula(read.load.indices)
+            names = {**self.dimensions, **self._scalar_text(), "p": "position", "r": "row", "c": "pair"}
+            printer = Cpp("double", "", names, {}, self.slots, native64=True)
+            indices = "".join(f", {printer.text(i)}" for i in place.results)
+            self.parts.append(
+                f"// Place of {attn(read.load)} in its gradient; -1 outside.\n"
+                f"AFC_FN int64_t {offset}({_parameters(place, True)}) {{\n"
+                f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
+            )
+            b, h, r, p = (_axis(read.load, x) for x in ("b", "h", "r", "p"))
+            found.append(RotationReadText(slot, gradient, offset, (b, h, r, p)))
+        return tuple(found)
+
+    def _coefficients(
+        self,
+        formula: Formula,
+        plain: bool,
+        statement: str = "c[{0}] = Real({1});",
+        parameters: tuple[str, ...] = (),
+    ) -> str:
+        """Statements that compute the results of a formula from the parameters of the function, in double."""
         used = {e.name for e in formula_exprs(formula) if isinstance(e, Var)}
         local = {**self.dimensions, "p": "position", "r": "row", "c": "pair"}
         ranges = {**RANGES, **dict.fromkeys(self.dimensions, SIZE), "r": SIZE}
-        taken, lines = {*TAKEN, "position", "pair", *(() if plain else ("row", "b", "h"))}, []
+        taken = {*TAKEN, "position", "pair", *parameters, *(() if plain else ("row", "b", "h"))}
+        lines: list[str] = []
 
         def declare(name: str, kind: str, value: str) -> None:
             text = name if name not in taken else f"{name}_"
@@ -984,7 +1037,7 @@ class _Writer:
             kind = {Type.FLOAT: "double", Type.INT: "int" if narrow else "int64_t", Type.BOOL: "bool"}
             declare(let.name, kind[let.value.type], text)
         printer = Cpp("double", "", local, ranges, self.slots)
-        lines += [f"  c[{n}] = Real({printer.text(v)});" for n, v in enumerate(formula.results)]
+        lines += [f"  {statement.format(n, printer.text(v))}" for n, v in enumerate(formula.results)]
         return "\n".join(lines)
 
     def _tabulate(self, formula: Formula, name: str, pairs: int) -> tuple[Formula, list[str]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from afc.ir.program import Program, Rotation, RowStep, Transform
@@ -20,6 +21,7 @@ from afc.render.cpu_context import (
     CpuOutputRead,
     CpuRotated,
     CpuRotation,
+    CpuRotationRead,
     CpuRow,
     CpuRowGradient,
     CpuRowRead,
@@ -72,6 +74,11 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     output_gradients = _output_gradients(program, blocks, of_scores) if plan.backward else ()
     others = of_scores | {g.slot for g in output_gradients}
     row_gradients = _row_gradients(program, s, blocks, others) if plan.backward else ()
+    slots = {*others, *(g.slot for g in row_gradients)}
+    rotated = [
+        r and _with_learned(r, program, t, slots)
+        for r, t in zip(rotated, (blocks.q_rotations, blocks.k_rotations), strict=True)
+    ]
     places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
     return CpuContext(
@@ -107,7 +114,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         output_gradients=output_gradients,
         output_reads=output_reads if plan.backward else (),
         row_gradients=row_gradients,
-        gradient_slots=sum(1 << slot for slot in {*others, *(g.slot for g in row_gradients)}),
+        gradient_slots=sum(1 << slot for slot in slots) if plan.backward else 0,
         scalar_checks=scalar_checks(program),
         backward=bool(plan.backward),
         run_type=f"Runs<{len(s.mask.alternatives)}>" if s.mask.alternatives else "Run",
@@ -225,6 +232,25 @@ def _row_gradients(
     )
 
 
+def _rotation_slots(texts: Sequence[RotationText]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(r.slot for text in texts for r in text.reads))
+
+
+def _with_learned(
+    rotated: CpuRotated, program: Program, texts: Sequence[RotationText], others: set[int]
+) -> CpuRotated:
+    """With the captured tensors that its rotations read; `others`: slots that something ahead of it adds to, to
+    which its own are added.
+    """
+    reads = [r for text in texts for r in text.reads]
+    learned = []
+    for slot in _rotation_slots(texts):
+        axes = _common_axes([r.axes for r in reads if r.slot == slot])
+        learned.append(CpuCapturedGradient(program.tensors[slot].name, slot, axes, slot in others))
+        others.add(slot)
+    return replace(rotated, learned=tuple(learned))
+
+
 def _rotated(
     name: Literal["q", "k"],
     heads: str,
@@ -238,6 +264,7 @@ def _rotated(
     parts: list[CpuRotation | CpuRow] = []
     offset = sums = index = 0
     rotation_texts, of_rows = iter(texts), iter(row_texts)
+    learned = _rotation_slots(texts)
     for step in steps:
         if isinstance(step, RowStep):
             row = next(of_rows)
@@ -259,6 +286,7 @@ def _rotated(
                 offset,
                 step.call,
                 text.plain,
+                tuple(CpuRotationRead(learned.index(r.slot), r.gradient, r.offset) for r in text.reads),
             )
         )
         offset += table_part(step)

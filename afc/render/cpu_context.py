@@ -20,6 +20,17 @@ from afc.render.launch_context import ScalarCheck
 
 
 @dataclass(frozen=True)
+class CpuRotationRead:
+    """A read of a captured tensor marked `grad` in a rotation: the place of its tensor in `learned` of the
+    operand, and the functions that give what a pair adds (`value`) and where (`offset`).
+    """
+
+    gradient: int
+    value: str
+    offset: str
+
+
+@dataclass(frozen=True)
 class CpuRotation:
     """One rotation of a row: `pairs` pairs of columns, from column `first` on.
 
@@ -44,6 +55,7 @@ class CpuRotation:
     table_offset: int
     call: str
     plain: bool
+    reads: tuple[CpuRotationRead, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,8 @@ class CpuRotated:
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
     `table_width` is that sum over all of them. The buffers `<name>_rotated` and `<name>_table` must exist.
     `by_batch`, `by_head`: what the coefficients depend on beside the position, or also (not `plain`) through
-    captured tensors; with an origin per batch there is a table per batch in any case.
+    captured tensors; with an origin per batch there is a table per batch in any case. `learned`: captured
+    tensors whose gradient is asked for and that rotations read.
     """
 
     name: Literal["q", "k"]
@@ -82,6 +95,7 @@ class CpuRotated:
     steps: tuple[CpuRotation | CpuRow, ...]
     row_blocks: tuple[CpuRow, ...]
     row_sums: int
+    learned: tuple[CpuCapturedGradient, ...] = ()
 
 
 @dataclass(frozen=True)
