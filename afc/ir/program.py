@@ -72,9 +72,9 @@ class Step:
 
 @dataclass(frozen=True)
 class RotationRead:
-    """A read of a captured tensor marked `grad` in a rotation, and what a pair adds to its gradient: a formula
-    of the pair (x0, x1) ahead of the rotation, the gradients d0_value, d1_value of the pair behind it, and what
-    the matrix reads.
+    """A read of a captured tensor marked `grad` in a rotation, and what a pair adds to its gradient: a
+    formula of the pair (x0, x1) ahead of the rotation, the gradients d0_value, d1_value of the pair behind
+    it, and what the matrix reads.
     """
 
     load: Load

@@ -84,7 +84,10 @@ def add_at(
     target = gradients[load.tensor]
     position, inside = _positions(load, env, tensors, target.shape, np.shape(value))
     live = inside & (value != 0)
-    np.add.at(target, tuple(p[live] for p in position), value[live])
+    if target.ndim == 0:
+        target += value[live].sum()
+    else:
+        np.add.at(target, tuple(p[live] for p in position), value[live])
 
 
 def _positions(

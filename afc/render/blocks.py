@@ -219,8 +219,8 @@ Axes = tuple[int, int, int, int]  # dimensions of a captured tensor that b, h, m
 
 @dataclass(frozen=True)
 class RotationReadText:
-    """A read of a captured tensor marked `grad` in a rotation: slot, the functions that give what a pair adds and
-    where, and the dimensions that b, h, the row and the position alone index.
+    """A read of a captured tensor marked `grad` in a rotation: slot, the functions that give what a pair
+    adds and where, and the dimensions that b, h, the row and the position alone index.
     """
 
     slot: int
@@ -982,7 +982,8 @@ class _Writer:
             pair = ", ".join(f"double {x}" if x in used else "double" for x in PAIR)
             note = f"What a pair adds to the gradient of {attn(read.load)}."
             self.parts.append(
-                f"{_comment(rotation, note)}\nAFC_FN double {gradient}({_parameters(read.term, True)}, {pair}) {{\n"
+                f"{_comment(rotation, note)}\n"
+                f"AFC_FN double {gradient}({_parameters(read.term, True)}, {pair}) {{\n"
                 f"{self._coefficients(read.term, False, 'return {1};', PAIR)}\n}}"
             )
             place = Formula(read.load.indices)

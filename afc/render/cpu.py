@@ -239,8 +239,8 @@ def _rotation_slots(texts: Sequence[RotationText]) -> tuple[int, ...]:
 def _with_learned(
     rotated: CpuRotated, program: Program, texts: Sequence[RotationText], others: set[int]
 ) -> CpuRotated:
-    """With the captured tensors that its rotations read; `others`: slots that something ahead of it adds to, to
-    which its own are added.
+    """With the captured tensors that its rotations read; `others`: slots that something ahead of it adds to,
+    to which its own are added.
     """
     reads = [r for text in texts for r in text.reads]
     learned = []

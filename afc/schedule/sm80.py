@@ -53,6 +53,7 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0), target
     ):
         if not row_steps(operand_steps):  # with row blocks, steps act on a row one after the other
             disjoint(rotations)
+    _check_rotations(program)
     has_weight = bool(meaning.weight_steps)
     front, back = sm80.tiles_of(target, meaning.head_qk, meaning.head_v, steps, has_weight)
     assert front is not None and back is not None, "steps past the end of the lists"
@@ -140,6 +141,18 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0), target
         tile_steps=steps,
         deterministic_backward=in_order,
     )
+
+
+def _check_rotations(program: Program) -> None:
+    """Raises UsageError E0411 for a gradient of a captured tensor that a rotation reads."""
+    for step in (*program.q_steps, *program.k_steps):
+        if isinstance(step, Rotation) and step.reads:
+            raise UsageError.of(
+                "E0411",
+                f"gradient of `{step.reads[0].load.tensor}`, which `{step.call}` of `{program.name}` reads: "
+                "target `cuda` computes none of tensors that rotations read",
+                hint="build for the CPU with `--backend cpu`, or drop `grad`",
+            )
 
 
 def _names(launches: tuple[Launch, ...]) -> tuple[str, ...]:

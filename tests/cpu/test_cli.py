@@ -99,7 +99,7 @@ def test_a_module_without_afc_says_what_is_missing(tmp_path: Path) -> None:
             ],
             "E0405",
         ),
-        (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "--backend", "cuda", "-D", "D=40"], "E0406"),
+        (["compile", str(EXAMPLES / "llama.attn"), "-o", "k.so", "--backend", "cuda", "-D", "D=44"], "E0406"),
         (["compile", str(EXAMPLES / "gptj.attn"), "-o", "k.so", "--backend", "cpu", "-D", "D=16"], "E0409"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,

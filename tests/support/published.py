@@ -202,6 +202,14 @@ def axial_vit(q: Tensor, k: Tensor, v: Tensor, cols: int) -> Result:
     return scaled(turned(q, angle, interleaved=True), turned(k, angle, interleaved=True), v)
 
 
+def rope_mixed(q: Tensor, k: Tensor, v: Tensor, fx: Tensor, fy: Tensor, cols: int) -> Result:
+    """Angles of both axes added, one frequency of each for a pair and a head."""
+    pixel = torch.arange(q.shape[2])
+    across, down = (pixel % cols)[:, None], torch.div(pixel, cols, rounding_mode="floor")[:, None]
+    angle = across * fx.double()[:, None] + down * fy.double()[:, None]
+    return scaled(turned(q, angle, interleaved=True), turned(k, angle, interleaved=True), v)
+
+
 def speculative(q: Tensor, k: Tensor, v: Tensor, up: Tensor, qpos: Tensor, kpos: Tensor) -> Result:
     """Draft by draft: context and ancestors are a sequence, of which the draft is the last. No tree."""
     context = k.shape[2] - q.shape[2]
@@ -722,6 +730,17 @@ PUBLISHED = {
         Published("llama_tables", "llama_tables", llama_tables, arguments=left_padded_tables),
         Published("qwen2_vl", "qwen2_vl", qwen2_vl, arguments=image_between_texts),
         Published("axial_vit", "axial_vit", axial_vit, arguments=plain(cols=value(9)), shape=IMAGE),
+        Published(
+            "rope_mixed",
+            "rope_mixed",
+            rope_mixed,
+            arguments=lambda s: {
+                "fx": torch.randn(s.h, s.d // 2),
+                "fy": torch.randn(s.h, s.d // 2),
+                "cols": 9,
+            },
+            shape=Shape(hk=4, m=63, n=63),
+        ),
         Published("speculative", "speculative", speculative, arguments=drafts, shape=Shape(m=23, n=83)),
         Published(
             "t5_encoder",
