@@ -188,13 +188,13 @@ def _settler(
         first = _faults(results)
         if not any(first.values()):
             return spec, ()
-        smaller = {unit.symbol: smaller(unit, first.get(unit.symbol, []), options) for unit in made}
-        tried = tuple(unit for unit in smaller.values() if unit is not None)
+        next_units = {unit.symbol: smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        tried = tuple(unit for unit in next_units.values() if unit is not None)
         trial = _spec(checked, tried, options)
         second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
         final, notes = [], []
         for unit in made:
-            chosen, faults, other = unit, first.get(unit.symbol, []), smaller[unit.symbol]
+            chosen, faults, other = unit, first.get(unit.symbol, []), next_units[unit.symbol]
             left = faults
             if other is not None and len(second[unit.symbol]) < len(faults):
                 chosen, left = other, second[unit.symbol]

@@ -99,6 +99,7 @@ def plan(program: Program, storage: str, steps: tuple[int, int] = (0, 0), target
             Tile(ordered.queries, ordered.keys),
             scale,
             has_sum,
+            has_weight,
             raw_dq=blocks.q > 0,
         ),
         binding=_query_gradient_binding(meaning, ordered),
@@ -249,7 +250,13 @@ def _captured(prefix: str, meaning: Semantics, head: int, *after: Launch) -> tup
     tile = next(t for t in sm80.CAPTURED if head <= t.head_max)
     kinds = {score_sum(r.load) for r in meaning.captured if r.step is not None}
     kernel = replace(
-        ops.captured(f"{prefix}_captured", Tile(tile.queries, tile.keys), meaning.captured, meaning.has_sum),
+        ops.captured(
+            f"{prefix}_captured",
+            Tile(tile.queries, tile.keys),
+            meaning.captured,
+            meaning.has_sum,
+            bool(meaning.weight_steps),
+        ),
         binding=Binding(
             "sm80",
             warps=tile.warps,

@@ -8,8 +8,6 @@
 #ifndef AFC_BOUNDS_H
 #define AFC_BOUNDS_H
 
-#include <math.h>
-
 #include "afc_run.h"
 
 namespace afc {

@@ -5,6 +5,8 @@
 #ifndef AFC_CPU_BOUNDS_HPP
 #define AFC_CPU_BOUNDS_HPP
 
+#include <math.h>
+
 #include "element.hpp"
 #include "walk.hpp"
 

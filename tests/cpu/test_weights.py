@@ -13,7 +13,7 @@ import torch
 
 import afc
 from afc import passes
-from afc.errors import SourceError, UsageError
+from afc.errors import SourceError
 from afc.frontend import check_text
 from afc.ir.tiled import Reweigh
 from afc.reference import Call, backward, forward, run_backward, run_forward
@@ -256,11 +256,3 @@ def test_what_a_weight_block_cannot_do(text: str, code: str, tmp_path: Path) -> 
     file.write_text(text + "\n", encoding="utf-8")
     with pytest.raises(SourceError, match=code):
         afc.load(file, D=16, dtype="float32", backend="cpu")
-
-
-def test_gpu_targets_refuse_wide_heads_by_name() -> None:
-    text = "weight half(p) = p * 0.5\nattention a(q, k, v) = half(softmax(dot(q, k))) @ v\n"
-    program = check_text(text).programs[0]
-    schedule(passes.run(program, {"Dqk": 128, "Dv": 128}), "sm80", "bfloat16")
-    with pytest.raises(UsageError, match=r"E0411.*half"):
-        schedule(passes.run(program, {"Dqk": 192, "Dv": 128}), "sm80", "bfloat16")

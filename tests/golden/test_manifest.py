@@ -31,7 +31,7 @@ from afc.build import (
 )
 from afc.build.compile import CODE_BYTES, run_parallel, unit_key
 from afc.build.toolchain import Tool
-from afc.errors import ToolchainError
+from afc.errors import ToolchainError, UsageError
 from afc.frontend import check_file
 from afc.options import Options
 from afc.schedule.targets import sm80
@@ -78,7 +78,11 @@ def shipped() -> dict[str, Shipped]:
     for name, dtype, head, archs in wanted:
         for arch in archs:  # each has the tiles of its class
             options = Options(("cuda",), ((head, head),), (dtype,), (arch,))
-            for unit in units(check_file(EXAMPLES / f"{name}.attn"), options):
+            try:
+                built = units(check_file(EXAMPLES / f"{name}.attn"), options)
+            except UsageError:  # what this target does not compile
+                continue
+            for unit in built:
                 made = Shipped(unit, Arch.parse(arch), options)
                 found[f"{unit.program.name} {dtype} {head} {arch}"] = made
     return found

@@ -85,7 +85,7 @@ def test_what_elements_decide_is_said(program: Path) -> None:
     text = explain.explain_file(program, Options(("cuda",), dtypes=("bfloat16",)), 512)
     assert "tested tile by tile: doc[b, i] == doc[b, j]; it reads doc" in text and "visits at most" in text
     assert "_extents (table): tiles of 8192 rows" in text
-    assert re.search(r"_plan_keys_of_64_by_64 \(plan\): .*, after \w+_extents", text)
+    assert re.search(r"_plan_keys_of_128_by_64 \(plan\): .*, after \w+_extents", text)
     assert "assumed for a call: w = 128" in text and "assumed for a call: w = 24" in text
     assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
 
