@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SHARE = 0.25
+SHARE = 0.1
 FOLDER = Path(__file__).parent
 
 
