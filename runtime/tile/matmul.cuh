@@ -72,8 +72,8 @@ AFC_FN void multiply_rows(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&
 }
 
 // acc += A B; depth = rows of B's tile, from the rows that b_blocks starts at. A in registers; B: column-major blocks,
-// transposed on load. Of B's column blocks the ones 0, STEP, 2 STEP, ... are used.
-template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+// transposed on load.
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4],
                              const Blocks<TileB> &b_blocks, uint32_t b_base) {
 #pragma unroll
@@ -81,7 +81,7 @@ AFC_FN void multiply_columns(float (&acc)[ROW_BLOCKS][OCTETS][4], const uint32_t
 #pragma unroll
     for (int c = 0; c < OCTETS / 2; ++c) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c));
       multiply_block<E>(acc, a[k], b, c);
     }
 }
@@ -95,7 +95,7 @@ AFC_FN void drop_infinite(uint32_t (&b)[4]) {
 
 // multiply_columns where B may hold infinities and NaN, which an element of A that is 0 must not let through. They count
 // as 0: for an A that is NaN itself where it meets them.
-template <class E, int STEP = 1, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
+template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
                                     const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
                                     uint32_t b_base) {
@@ -104,7 +104,7 @@ AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
 #pragma unroll
     for (int c = 0; c < OCTETS / 2; ++c) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c * STEP));
+      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c));
       drop_infinite<E>(b);
       multiply_block<E>(acc, a[k], b, c);
     }
