@@ -7,6 +7,7 @@ Exit codes: 0 measured, 1 nothing was measured, 2 usage.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cells, machine, peers, report
+from bench import cells, limits, machine, peers, report
 from bench.protocol import QUICK, Protocol
 from bench.run import Options, clock_of, names, planned_seconds, run
 from bench.sampler import open_sampler
@@ -55,7 +56,12 @@ def _measure(
         report.result,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         source=origin,
-        machine=machine.machine(options.device, sampler),
+        machine={
+            **machine.machine(options.device, sampler),
+            "arch": options.arch,
+            "limits": options.limits,
+            "triton_override_arch": os.environ.get("TRITON_OVERRIDE_ARCH"),
+        },
         versions=machine.versions(),
         protocol=options.protocol,
         clock=clock_of(options.device).name,
@@ -96,7 +102,7 @@ def _options(given: argparse.Namespace) -> Options:
     _require_known(given.rope, list(peers.ROPE_STYLES))
     device = torch.device(given.device)
     clock_of(device)
-    return Options(given.systems, given.rope, protocol, device, given.pair, given.arch)
+    return Options(given.systems, given.rope, protocol, device, given.pair, given.arch, given.limits)
 
 
 def _require_known(values: list[str], known: list[str]) -> None:
@@ -122,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=cells.DTYPES, help="instead of the cells' own")
     add("--pair", help="system to enter twice for the A/A ratio (default: the first that runs)")
     add("--arch", help="target for afc, such as sm_80 (default: this machine's)")
+    add("--limits", choices=limits.KNOWN, help="blocks on an SM as on this GPU, for afc's kernels")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     add("--out", type=Path, help="result file (default: bench/results/<group>.json)")
     add("--quick", action="store_true", help="few rounds; the file says that it proves nothing")

@@ -9,19 +9,22 @@ from typing import cast
 
 import torch
 
+from bench import limits
 from bench.cells import Cell
 from bench.inputs import Attend
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def attend(cell: Cell, device: torch.device, arch: str | None = None) -> Attend:
+def attend(cell: Cell, device: torch.device, arch: str | None = None, within: str | None = None) -> Attend:
     """Compile (or take from the cache) the cell's program; any rotation happens inside the kernel.
 
-    ``arch`` overrides the target that afc would pick for this machine. Raises what afc raises.
+    ``arch`` overrides the target that afc would pick for this machine, ``within`` names ``bench.limits``.
+    Raises what afc raises.
     """
     afc = importlib.import_module("afc")
     path, _, name = cell.program.partition(":")
     options = {} if arch is None else {"arch": arch}
-    kernel = afc.load(REPOSITORY / path, D=cell.D, dtype=cell.dtype, backend=device.type, **options)
+    with limits.applied(within):
+        kernel = afc.load(REPOSITORY / path, D=cell.D, dtype=cell.dtype, backend=device.type, **options)
     return cast(Attend, getattr(kernel, name))

@@ -2,14 +2,16 @@
 """The other implementations, each in its native layout, plain or behind RoPE in PyTorch.
 
 ``fa2, cudnn, efficient, math`` are the backends of PyTorch's scaled_dot_product_attention (fa2:
-FLASH_ATTENTION), ``sdpa`` is whatever it picks; ``flex`` is FlexAttention's Triton kernel, ``flex_flash`` its
-FLASH backend; ``fa3`` and ``fa4`` are the packages ``fa3-fwd`` (no backward) and ``flash-attn-4``. Mask
+FLASH_ATTENTION), ``sdpa`` is whatever it picks; ``flex`` is FlexAttention's Triton kernel, ``flex_a100``
+the same with an A100's tiles, ``flex_flash`` its FLASH backend; ``fa3`` and ``fa4`` are the packages
+``fa3-fwd`` (no backward) and ``flash-attn-4``. Mask
 structures are built outside the timing.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -134,6 +136,19 @@ def _flex(cell: Cell, device: torch.device) -> Attend:
     return partial(_compiled_flex(), block_mask=mask, enable_gqa=cell.Hq != cell.Hk)
 
 
+def _flex_a100(cell: Cell, device: torch.device) -> Attend:
+    """FlexAttention with the tiles that PyTorch takes on an A100, for a run with ``TRITON_OVERRIDE_ARCH``."""
+    if not os.environ.get("TRITON_OVERRIDE_ARCH"):
+        raise Unavailable("needs TRITON_OVERRIDE_ARCH, such as sm80: else it is no A100's code")
+    mask = _block_mask(cell.N, 128, device) if cell.mask == "causal" else None
+    wide = cell.D > 64
+    options = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 8 if wide else 4}
+    options |= {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")}
+    options |= {"bwd_num_stages": 2, "bwd_num_warps": 4}
+    grouped = cell.Hq != cell.Hk
+    return partial(_compiled_flex(), block_mask=mask, enable_gqa=grouped, kernel_options=options)
+
+
 def _flex_flash(cell: Cell, device: torch.device) -> Attend:
     _module("flash_attn.cute")
     failures = []
@@ -226,6 +241,7 @@ PEERS: dict[str, Peer] = {
     "math": Peer(_sdpa(SDPBackend.MATH), cuda_only=False),
     "sdpa": Peer(_sdpa(None), cuda_only=False),
     "flex": Peer(_flex),
+    "flex_a100": Peer(_flex_a100),
     "flex_flash": Peer(_flex_flash),
     "fa3": Peer(_flash("fa3_fwd_interface"), layout="bnhd", forward_only=True),
     "fa4": Peer(_flash("flash_attn.cute"), layout="bnhd"),

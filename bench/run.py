@@ -20,7 +20,7 @@ from bench.sampler import Sampler
 
 TWIN = "#2"
 # Typical seconds to build and check one system of a cell, mostly compiling; planning only.
-SETUP_SECONDS = {"ours": 8.0, "flex": 15.0, "flex_flash": 25.0, "fa4": 20.0}
+SETUP_SECONDS = {"ours": 8.0, "flex": 15.0, "flex_a100": 15.0, "flex_flash": 25.0, "fa4": 20.0}
 SETUP_SECONDS_OTHER = 2.0
 
 
@@ -30,7 +30,10 @@ class DeadlineNear(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """``systems`` as on the command line; ``pair`` is entered twice (None: the first that runs)."""
+    """``systems`` as on the command line; ``pair`` is entered twice (None: the first that runs).
+
+    ``arch`` and ``limits`` (of ``bench.limits``) are those of afc's kernels.
+    """
 
     systems: list[str]
     rope_styles: list[str]
@@ -38,6 +41,7 @@ class Options:
     device: torch.device
     pair: str | None = None
     arch: str | None = None
+    limits: str | None = None
 
 
 @dataclass
@@ -159,7 +163,7 @@ def _add(ready: Ready, name: str, entry: str, cell: Cell, options: Options) -> N
 
 def _build(name: str, cell: Cell, sets: list[Tensors], options: Options) -> System:
     if name == "ours":
-        return assemble(name, cell, sets, ours.attend(cell, options.device, options.arch))
+        return assemble(name, cell, sets, ours.attend(cell, options.device, options.arch, options.limits))
     return peers.build(name, cell, sets)
 
 

@@ -16,7 +16,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cells, machine, peers, report, run  # noqa: E402
+from afc import api  # noqa: E402
+from afc.frontend import check_file  # noqa: E402
+from afc.options import Options  # noqa: E402
+from bench import cells, limits, machine, peers, report, run  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.check import WrongOutput, check, dense  # noqa: E402
 from bench.inputs import assemble, draw, input_sets  # noqa: E402
@@ -530,3 +533,25 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
         main(["--device", "cpu", *arguments])
     assert exit_.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("threads", (128, 256))
+@pytest.mark.parametrize("dynamic", (0, 16896, 34816, 49152, 65536, 81920, 98304, 100864))
+def test_limits_leave_as_many_blocks_as_the_smaller_gpu_holds(dynamic: int, threads: int) -> None:
+    small = limits.KNOWN["sm_86"]
+    padded = small.padded(dynamic, threads)
+    wanted = max(1, min(102400 // (dynamic + 1536), 1536 // threads))
+    assert padded >= dynamic
+    for static in (0, 512):  # what a kernel declares beside it
+        assert 233472 // (padded + static + 1024) == wanted
+
+
+def test_limits_change_what_is_launched_and_nothing_else() -> None:
+    options = Options(backends=("cuda",), archs=("compute_86:sm_90",), heads=((64, 64),))
+    checked = check_file(machine.REPOSITORY / "examples/causal.attn")
+    plain = api.units(checked, options)[0]
+    with limits.applied("sm_86"):
+        padded = api.units(checked, options)[0]
+    assert padded.device_text == plain.device_text and padded.host_text != plain.host_text
+    with pytest.raises(ValueError, match="expected one of sm_86, got 'sm_75'"), limits.applied("sm_75"):
+        pass
