@@ -42,9 +42,12 @@ from afc.expr.nodes import (
     Var,
     children,
     formula_exprs,
+    map_formula,
+    rewrite,
     variables,
     walk,
 )
+from afc.expr.operators import neg, sub, to_float
 from afc.expr.printer import Cpp, attn
 from afc.expr.simplify import simplify
 from afc.ir.masks import Bound
@@ -80,6 +83,9 @@ BOUND_TEXT = {  # in 64 bits
     "k_origin": "args.k_origin",
 }
 INDICES = ("m", "n", "i", "j")
+DISTANCE = Var("distance", Type.FLOAT)
+_I, _J = Var("i", Type.INT), Var("j", Type.INT)
+DISTANCES: dict[Expr, Expr] = {to_float(sub(_I, _J)): DISTANCE, to_float(sub(_J, _I)): neg(DISTANCE)}
 ROW_INDICES = ("b", "h", "r")  # of a row block, of an output block
 OUTPUT_INDICES = ("b", "h", "m", "i")
 TAKEN = frozenset(
@@ -192,6 +198,7 @@ class Dialect:
     sums: tuple[str, str]  # type of the sums of what a row block reads, and how a column's term gets there
     plans: bool = False  # a kernel of its own finds the runs that bounds alone do not decide
     hoists: bool = False  # what scores and masks read by row or by column is loaded ahead of the elements
+    distance: bool = False  # i - j as Real is a parameter of scores, which kernels need not convert each time
     places: str = ""  # parameter that has the origins and the number of keys of a batch entry; empty: `args`
 
 
@@ -210,6 +217,7 @@ CUDA = Dialect(
     ("Real", "="),
     plans=True,
     hoists=True,
+    distance=True,
     places="const tile::Places &places",
 )
 
@@ -302,6 +310,7 @@ class BlockText:
     has_weight: bool = False
     row_terms: bool = False  # score, score_gradient and keep take a `row`, from load_row
     column_terms: bool = False  # and a `column`, from load_column
+    distance: bool = False  # score and score_gradient take i - j as `distance`
 
 
 @dataclass(frozen=True)
@@ -345,7 +354,14 @@ class _Writer:
         scalars = {p.name: POSITION for p in program.scalars if p.type is Type.INT}
         ranges = {**RANGES, **dict.fromkeys(sizes, SIZE), **scalars}
         self.printer = Cpp("Real", dialect.suffix, self.dimensions, ranges, self.slots)
-        self.taken: set[str] = set(TAKEN)
+        self.distance = dialect.distance and any(
+            e in DISTANCES
+            for s, g in zip(semantics.scores, semantics.score_gradients, strict=True)
+            for f in (s.formula, g)
+            if f is not None
+            for e in formula_exprs(f)
+        )
+        self.taken: set[str] = {*TAKEN, *([DISTANCE.name] if self.distance else [])}
         self.rotations: dict[object, str] = {}
         self.fields = self._fields()
         self.rows = self._terms("row", {"m", "i"}) if dialect.hoists else ()
@@ -385,6 +401,7 @@ class _Writer:
             bool(self.semantics.weight_steps),
             bool(self.rows),
             bool(self.columns),
+            self.distance,
         )
 
     # ---- terms of a work item -----------------------------------------------------------------------------
@@ -531,14 +548,14 @@ class _Writer:
         calls, gradients = [], []
         for step, derivative in zip(steps, self.semantics.score_gradients, strict=True):
             name = self._name(step.block)
-            call = self._function(name, step, step.formula, "Real", takes_s=True)
+            call = self._function(name, step, self._apart(step.formula), "Real", takes_s=True)
             self.score_calls.append(call)
             gradient_call = None
             if derivative is not None:
                 gradient_call = self._function(
                     self._name(f"{step.block}_gradient"),
                     step,
-                    derivative,
+                    self._apart(derivative),
                     "Real",
                     takes_s=True,
                     note=f"Derivative of {step.block} with respect to s.",
@@ -547,7 +564,7 @@ class _Writer:
             self.derivative_calls.append(gradient_call)
             gradients.append(f"s = {call};")
             calls.append(f"s = {call};")
-        terms = self._terms_text[0]
+        terms = ", Real distance" * self.distance + self._terms_text[0]
         signature = f"Real s, int m, int n, int i, int j{terms}, const Item &item, const afc_args &args"
         body = "\n  ".join(calls)
         self.parts.append(f"AFC_FN Real score({signature}) {{\n  {body}\n  return s;\n}}")
@@ -624,6 +641,8 @@ class _Writer:
                 backward.append(f"d *= {_of_step(derivative, k)};")
         inputs = [int(k) for line in backward for k in re.findall(r"\bs_(\d+)", line)]
         forward = ["const Real s_0 = s;"] if inputs else []
+        if any(re.search(r"\bdistance\b", line) for line in (*self.score_calls, *backward)):
+            forward.insert(0, "const Real distance = Real(i - j);")
         forward += [
             f"const Real s_{k + 1} = {_of_step(call, k)};"
             for k, call in enumerate(self.score_calls[: max(inputs, default=0)])
@@ -710,6 +729,9 @@ class _Writer:
             if index in used:
                 parameters.append(f"int {index}")
                 arguments.append(index)
+        if DISTANCE.name in used:
+            parameters.append("Real distance")
+            arguments.append("distance")
         fields = (*self.fields, *self.rows, *self.columns)
         for member in fields:
             if member.member in used:
@@ -719,6 +741,12 @@ class _Writer:
             parameters.append("const afc_args &args")
             arguments.append("args")
         return parameters, arguments, {f.member: f.name for f in fields}
+
+    def _apart(self, formula: Formula) -> Formula:
+        """The formula with i - j as the parameter `distance`, where it is converted to a float."""
+        if not self.distance:
+            return formula
+        return map_formula(formula, lambda expr: rewrite(expr, lambda e: DISTANCES.get(e, e)))
 
     def _with_fields(self, formula: Formula, hoisted: bool = False) -> Formula:
         fields = (*self.fields, *self.rows, *self.columns) if hoisted else self.fields

@@ -237,6 +237,7 @@ class ForwardContext:
     has_score: bool
     has_mask: bool
     has_weight: bool
+    distance: bool  # score and score_gradient take i - j as a float
     row_terms: bool  # score, score_gradient and keep take a `row`
     column_terms: bool  # and a `column`
     has_extra: bool
@@ -338,6 +339,7 @@ class BackwardContext:
     has_score_gradient: bool
     has_mask: bool
     has_weight: bool
+    distance: bool  # score and score_gradient take i - j as a float
     row_terms: bool  # score, score_gradient and keep take a `row`
     column_terms: bool  # and a `column`
     alternatives: int
@@ -381,6 +383,7 @@ class QueryGradientContext:
     has_score_gradient: bool
     has_mask: bool
     has_weight: bool
+    distance: bool
     row_terms: bool
     column_terms: bool
     alternatives: int
@@ -491,6 +494,7 @@ class CapturedContext:
     has_score: bool
     has_mask: bool
     has_weight: bool
+    distance: bool
     row_terms: bool
     column_terms: bool
     stored: StoredRow | None
