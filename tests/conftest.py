@@ -5,6 +5,12 @@ device), emulator (g++, torch: the CUDA kernels on the CPU).
 
 from __future__ import annotations
 
+import os
+
+# One thread unless a test asks for more: tests run in as many processes as there are cores, and a team of
+# threads that waits for a core spins for seconds. Before torch is imported, which reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,31 +14,20 @@ from tests.support.checks import EXAMPLES, compare, failures, inputs, without_ls
 from tests.support.dense import VARIANTS
 from tests.support.published import PUBLISHED, Shape
 
-Key = tuple[str, torch.dtype]
 
-
-def load(key: Key) -> ModuleType:
-    name, dtype = key
+@cache
+def load(name: str, dtype: torch.dtype) -> ModuleType:
     return afc.load(EXAMPLES / f"{name}.attn", D=Shape.d, dtype=dtype, backend="cpu")
-
-
-@pytest.fixture(scope="module")
-def modules(request: Any) -> dict[Key, ModuleType]:
-    """The modules of the selected tests, compiled two at a time."""
-    own = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    keys = [(p["name"], p["dtype"]) for p in own if {"name", "dtype"} <= {*p} and p["name"] in PUBLISHED]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(keys, pool.map(load, keys), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]) -> None:
+def test_published(name: str, dtype: torch.dtype) -> None:
     variant = PUBLISHED[name]
     shape = variant.shape
     torch.manual_seed(sum(map(ord, name)))
     q, k, v = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, shape.d, shape.d, dtype)
-    call = getattr(modules[name, dtype], variant.attention)
+    call = getattr(load(name, dtype), variant.attention)
     learned = [t.name for t in call.info.tensors if t.grad]
     call = call if variant.lse else without_lse(call)
     bad = failures(compare(call, variant, q, k, v, variant.arguments(shape), learned=learned))
@@ -48,10 +36,10 @@ def test_published(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]
 
 @pytest.mark.parametrize("dtype", [torch.float64], ids=["float64"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_lengths_of_zero(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]) -> None:
+def test_lengths_of_zero(name: str, dtype: torch.dtype) -> None:
     """No query, no key, neither: no division by a length, nothing read, zeros out."""
     variant = PUBLISHED[name]
-    call = getattr(modules[name, dtype], variant.attention)
+    call = getattr(load(name, dtype), variant.attention)
     for m, n in ((0, variant.shape.n), (variant.shape.m, 0), (0, 0)):
         shape, options = variant.shape, variant.arguments(variant.shape)
         for info in call.info.tensors:  # cut to the lengths of this call
@@ -75,10 +63,10 @@ READ_B = ("bert", "dropkey")
 
 @pytest.mark.parametrize("dtype", [torch.float64], ids=["float64"])
 @pytest.mark.parametrize("name", [n for n in PUBLISHED if n not in READ_N + READ_B])
-def test_kv_len_is_a_cut(name: str, dtype: torch.dtype, modules: dict[Key, ModuleType]) -> None:
+def test_kv_len_is_a_cut(name: str, dtype: torch.dtype) -> None:
     """As many calls with k, v and captured tensors cut to the keys of one batch give the same numbers."""
     variant, shape = PUBLISHED[name], PUBLISHED[name].shape
-    call = getattr(modules[name, dtype], variant.attention)
+    call = getattr(load(name, dtype), variant.attention)
     options = {"q_origin": 0, **variant.arguments(shape)}
     options |= {t.name: options[t.name].double() for t in call.info.tensors if t.type == "float"}
     tensors = inputs(shape.b, shape.h, shape.hk, shape.m, shape.n, shape.d, shape.d, dtype)
