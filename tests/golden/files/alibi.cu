@@ -30,12 +30,12 @@ AFC_FN Item load_item(const afc_args &args, int b, int h) {
 
 // scaled_dot_product(scale = Dqk ** -0.5), alibi(slope = slope)  [alibi.attn:3]
 // Linear penalty on distance, one slope per head. ALiBi, arXiv:2108.12409; slopes 2^(-8(h+1)/H).
-AFC_FN Real alibi(Real s, int i, int j, Real slope_h) {
-  return 0.08838834764831845f * s - slope_h * Real(i - j);
+AFC_FN Real alibi(Real s, Real distance, Real slope_h) {
+  return 0.08838834764831845f * s - slope_h * distance;
 }
 
-AFC_FN Real score(Real s, int m, int n, int i, int j, const Item &item, const afc_args &args) {
-  s = alibi(s, i, j, item.slope_h);
+AFC_FN Real score(Real s, int m, int n, int i, int j, Real distance, const Item &item, const afc_args &args) {
+  s = alibi(s, distance, item.slope_h);
   return s;
 }
 
@@ -107,6 +107,8 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
   const int keys = places.keys;
   const int last_row = static_cast<int>(args.M) - 1;
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
+  // i - j of element 0: that of the others is a constant more, which costs no conversion.
+  const float distance_0 = static_cast<float>(first_row + q_origin - (first_key + tile::fragment_column() + k_origin));
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
@@ -116,8 +118,9 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
         const int n = first_key + c * 8 + tile::fragment_column() + e % 2;
         const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
         const int i = m + q_origin, j = n + k_origin;
+        const float distance = distance_0 + static_cast<float>(r * 16 + e / 2 * 8 - (c * 8 + e % 2));
         const bool inside = n < keys && keep(m, n, i, j, item, args);
-        s[r][c][e] = FULL || inside ? score(s[r][c][e], m, n, i, j, item, args) : -tile::INFINITE;
+        s[r][c][e] = FULL || inside ? score(s[r][c][e], m, n, i, j, distance, item, args) : -tile::INFINITE;
       }
 }
 
@@ -428,6 +431,8 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
                     const tile::Places &places, const afc_args &args) {
   const int keys = places.keys, queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
+  // i - j of element 0: that of the others is a constant more, which costs no conversion.
+  const float distance_0 = static_cast<float>(first_query + q_origin - (first_key + k_origin));
 #pragma unroll
   for (int c = 0; c < QUERY_BLOCKS * 2; ++c) {
     const float4 two_rows = *reinterpret_cast<const float4 *>(terms + c * 16);  // lse, delta, lse, delta
@@ -438,9 +443,10 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
       for (int e = 0; e < 4; ++e) {
         const int m = first_query + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
         const int i = m + q_origin, j = n + k_origin;
+        const float distance = distance_0 + static_cast<float>(c * 8 + e % 2 - (r * 16 + e / 2 * 8));
         const bool live = FULL || (n < keys && m < args.M && keep(m, n, i, j, item, args));
         const float lse = e % 2 == 0 ? two_rows.x : two_rows.z;
-        const float x = live ? score(s[r][c][e], m, n, i, j, item, args) : -tile::INFINITE;
+        const float x = live ? score(s[r][c][e], m, n, i, j, distance, item, args) : -tile::INFINITE;
         weight[e] = ptx::exp2_approx(fmaf(x, SCALE_LOG2, -lse));
         s[r][c][e] = weight[e];
       }
@@ -763,6 +769,8 @@ AFC_FN void score_gradients(const float (&s)[ROW_BLOCKS][KEY_OCTETS][4], float (
   const int keys = places.keys;
   const int last_row = static_cast<int>(args.M) - 1;
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
+  // i - j of element 0: that of the others is a constant more, which costs no conversion.
+  const float distance_0 = static_cast<float>(first_row + q_origin - (first_key + tile::fragment_column() + k_origin));
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
@@ -772,11 +780,12 @@ AFC_FN void score_gradients(const float (&s)[ROW_BLOCKS][KEY_OCTETS][4], float (
         const int n = first_key + c * 8 + tile::fragment_column() + e % 2;
         const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
         const int i = m + q_origin, j = n + k_origin;
+        const float distance = distance_0 + static_cast<float>(r * 16 + e / 2 * 8 - (c * 8 + e % 2));
         const bool live = FULL || (n < keys && keep(m, n, i, j, item, args));
         const float x = s[r][c][e];
         const float d_weight = dp[r][c][e];
         const float2 terms = rows.terms[r][e / 2];
-        const float scored = live ? score(x, m, n, i, j, item, args) : -tile::INFINITE;
+        const float scored = live ? score(x, m, n, i, j, distance, item, args) : -tile::INFINITE;
         const float weight = ptx::exp2_approx(fmaf(scored, SCALE_LOG2, -terms.x));
         const bool passes = weight != 0.0f;  // where nothing is kept, V may hold anything
         const float product = weight * (d_weight - terms.y);
