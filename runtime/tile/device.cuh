@@ -13,11 +13,7 @@ using Real = float;
 
 namespace tile {
 
-// A type, and a compile-time constant, as the argument of a generic lambda.
-template <class T>
-struct Type {
-  using type = T;
-};
+// A compile-time constant as the argument of a generic lambda.
 template <class T, T VALUE>
 struct Constant {
   static constexpr T value = VALUE;

@@ -93,44 +93,35 @@ AFC_FN void drop_infinite(uint32_t (&b)[4]) {
   for (int i = 0; i < 4; ++i) b[i] &= ~((infinite_halves<E>(b[i]) >> 15) * 0xffffu);
 }
 
-// multiply_columns where B may hold infinities and NaN, which an element of A that is 0 must not let through. They count
-// as 0: for an A that is NaN itself where it meets them.
-template <class E, class TileB, int DEPTH_BLOCKS, int ROW_BLOCKS, int OCTETS>
-AFC_FN void multiply_columns_finite(float (&acc)[ROW_BLOCKS][OCTETS][4],
-                                    const uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Blocks<TileB> &b_blocks,
-                                    uint32_t b_base) {
-#pragma unroll
-  for (int k = 0; k < DEPTH_BLOCKS; ++k)
-#pragma unroll
-    for (int c = 0; c < OCTETS / 2; ++c) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, b_blocks.address(b_base, k, c));
-      drop_infinite<E>(b);
-      multiply_block<E>(acc, a[k], b, c);
-    }
+// The same for a row of a tile in shared memory; returns whether it held one.
+template <class E, class Tile> AFC_FN bool drop_infinite_row(unsigned char *tile, int row) {
+  uint32_t found = 0;
+#pragma unroll 1
+  for (int chunk = 0; chunk < Tile::CHUNKS; ++chunk) {
+    uint4 &values = *reinterpret_cast<uint4 *>(tile + Tile::chunk_offset(row, chunk));
+    uint32_t b[4] = {values.x, values.y, values.z, values.w};
+    for (int i = 0; i < 4; ++i) found |= infinite_halves<E>(b[i]);
+    drop_infinite<E>(b);
+    values = {b[0], b[1], b[2], b[3]};
+  }
+  return found != 0;
 }
 
-// The same in shared memory, for products P^T dO and dS^T Q with P^T and dS^T [key][query]: infinities and NaN of Q and dO
-// become 0, and an element of P that is not 0 becomes NaN where its row of dO holds one. All threads call; rarely needed.
+// The same for all rows, between barriers. All threads call; rarely needed.
+template <class E, class Tile, int THREADS> AFC_FN void drop_infinite_rows(unsigned char *tile) {
+  __syncthreads();
+#pragma unroll 1
+  for (int row = threadIdx.x; row < Tile::ROWS; row += THREADS) drop_infinite_row<E, Tile>(tile, row);
+  __syncthreads();
+}
+
+// For products P^T dO and dS^T Q with P^T and dS^T [key][query] in shared memory: infinities and NaN of Q and dO become 0, and an element of P that is not 0 becomes NaN where its row of dO holds one. All threads call; rarely needed.
 template <class E, class TileP, class TileQ, class TileDO, int THREADS>
 AFC_FN void hide_infinite(unsigned char *p, unsigned char *q, unsigned char *d_o) {
-  auto clean_row = [](unsigned char *tile, auto shape, int row) {
-    using Tile = typename decltype(shape)::type;
-    uint32_t found = 0;
-#pragma unroll 1
-    for (int chunk = 0; chunk < Tile::CHUNKS; ++chunk) {
-      uint4 &values = *reinterpret_cast<uint4 *>(tile + Tile::chunk_offset(row, chunk));
-      uint32_t b[4] = {values.x, values.y, values.z, values.w};
-      for (int i = 0; i < 4; ++i) found |= infinite_halves<E>(b[i]);
-      drop_infinite<E>(b);
-      values = {b[0], b[1], b[2], b[3]};
-    }
-    return found != 0;
-  };
 #pragma unroll 1
   for (int m = threadIdx.x; m < TileP::COLUMNS; m += THREADS) {
-    clean_row(q, Type<TileQ>(), m);
-    if (!clean_row(d_o, Type<TileDO>(), m)) continue;
+    drop_infinite_row<E, TileQ>(q, m);
+    if (!drop_infinite_row<E, TileDO>(d_o, m)) continue;
 #pragma unroll 1
     for (int n = 0; n < TileP::ROWS; ++n) {
       uint16_t &weight = *reinterpret_cast<uint16_t *>(p + TileP::offset(n, m));
@@ -150,7 +141,7 @@ AFC_FN void mark_infinite(uint32_t (&a)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Bloc
   for (int k = 0; k < DEPTH_BLOCKS; ++k) {
     float found[1][2][4];
     clear(found);
-#pragma unroll
+#pragma unroll 1
     for (int c = 0; c < TileB::COLUMNS / 16; ++c) {
       uint32_t b[4];
       ptx::ldmatrix_x4(b, b_rows_blocks.address(b_base, k, c));
@@ -210,11 +201,11 @@ AFC_FN void store_operand(unsigned char *tile, const uint32_t (&a)[DEPTH_BLOCKS]
 
 // acc += A B with A read by columns from a tile of [depth][rows], B by columns from a tile of [depth][columns]. The rows
 // are A's column blocks 0, 1, ...; of B's, 0, STEP, 2 STEP, ... are used, `column_blocks` of them. FINITE: all of B is;
-// else infinities and NaN count as 0, as in multiply_columns_finite.
+// else infinities and NaN count as 0, in little code, as it rarely runs.
 template <class E, int STEP, bool FINITE = true, class TileA, class TileB, int ROW_BLOCKS, int OCTETS>
 AFC_FN void multiply_transposed(float (&acc)[ROW_BLOCKS][OCTETS][4], const Blocks<TileA> &a_blocks, uint32_t a_base,
                                 const Blocks<TileB> &b_blocks, uint32_t b_base, int column_blocks) {
-#pragma unroll
+#pragma unroll (FINITE ? TileA::ROWS / 16 : 1)
   for (int k = 0; k < TileA::ROWS / 16; ++k) {
     uint32_t a[ROW_BLOCKS][4];
 #pragma unroll

@@ -261,12 +261,11 @@ AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Bl
   tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
-  if (FULL || finite) {
-    tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
-  } else {
+  if (!FULL && !finite) {
     tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
-    tile::multiply_columns_finite<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+    tile::drop_infinite_rows<Element, TileV, THREADS>(shared_memory + (stage - q_tile) + TileK::BYTES);
   }
+  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
 }
 
 }  // namespace llama_forward_parts
@@ -285,6 +284,13 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const int first_row = work.tile * TILE_M;
   const int valid_rows = min(TILE_M, rows_total - first_row);
   const int kv_head = work.head / (heads / static_cast<int>(args.Hk));
+
+  // ---- Q, on its way while the walk is found
+  const uint32_t q_tile = ptx::shared_address(shared_memory);
+  tile::copy_rows_async<TileQ, THREADS>(q_tile, tile::row_address(args.q, work.batch, work.head, first_row),
+                                        args.q.stride[2] * 2, valid_rows, threadIdx.x);
+
+  // ---- what the tiles need
   const Item item = load_item(args, work.batch, work.head);
   __shared__ tile::WorkItem work_at_end;  // not kept in registers, which the main loop needs
   __shared__ tile::Places places;
@@ -295,12 +301,12 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   __syncthreads();
   const tile::Walk walk = tile::Walk::of(key_run(args, places, first_row, first_row + valid_rows - 1), TILE_N);
 
-  // ---- first copies: Q, and the first key tile
+  // ---- first key tile
   const afc_tensor k_rows = tile::contiguous(args.buffer[2], args.Hk, args.N, D_QK);  // rotated
   const unsigned char *k = tile::row_address(k_rows, work.batch, kv_head, 0);
   const unsigned char *v = tile::row_address(args.v, work.batch, kv_head, 0);
   const int64_t k_stride = k_rows.stride[2] * 2, v_stride = args.v.stride[2] * 2;
-  const uint32_t q_tile = ptx::shared_address(shared_memory), stages = q_tile + TileQ::BYTES;
+  const uint32_t stages = q_tile + TileQ::BYTES;
   auto copy_keys = [&](int step) {
     const uint32_t stage = stages + (step & 1) * STAGE_BYTES;
     const int first_key = walk.tile(step) * TILE_N, valid_keys = places.keys - first_key;
@@ -309,8 +315,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     tile::copy_rows_async<TileV, THREADS>(stage + TileK::BYTES, v + first_key * v_stride, v_stride, valid_keys, thread);
   };
 
-  tile::copy_rows_async<TileQ, THREADS>(q_tile, tile::row_address(args.q, work.batch, work.head, first_row),
-                                        args.q.stride[2] * 2, valid_rows, threadIdx.x);
   ptx::cp_async_commit();
   if (walk.count > 0) copy_keys(0);
   ptx::cp_async_commit();
@@ -1073,10 +1077,9 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     score_gradients<FULL>(s, dp, rows, row, walk.tile(step) * TILE_N, item, places, args);
     uint32_t ds[TILE_N / 16][ROW_BLOCKS][4];
     tile::round_to_operand<Element>(ds, dp);
-    if (FULL || finite)
-      tile::multiply_columns<Element>(rows.dq, ds, k_columns_blocks, stage);
-    else
-      tile::multiply_columns_finite<Element>(rows.dq, ds, k_columns_blocks, stage);
+    if (!FULL && !finite)
+      tile::drop_infinite_rows<Element, TileK, THREADS>(shared_memory + STAGES_OFFSET + (step & 1) * STAGE_BYTES);
+    tile::multiply_columns<Element>(rows.dq, ds, k_columns_blocks, stage);
   };
 #pragma unroll 1
   for (int step = 0; step < walk.partial; ++step) key_tile(tile::Constant<bool, false>(), step);
