@@ -101,18 +101,55 @@ AFC_FN void rotate_unit(Source source, Destination destination, int pair, const 
   }
 }
 
-// Rotates the first `rows` rows of a tile in place; `table` is the table row of tile row 0. The caller synchronises
-// before and after.
+// Rotates the first `rows` rows of a tile in place. Coefficients that fit in registers are read ahead, while the tile is
+// on its way. `table` is the table row of tile row 0.
 template <class E, class Tile, class R, int THREADS>
-AFC_FN void rotate_tile(unsigned char *tile, const float *table, int rows) {
-  for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
+struct TileRotation {
+  static constexpr int UNITS = (Tile::ROWS * Unit<R>::PER_ROW + THREADS - 1) / THREADS;  // of a thread
+  static constexpr bool AHEAD = UNITS * Unit<R>::PAIRS * R::COEFFICIENTS <= 64;
+
+  const float *table;
+  int rows;
+  Unit<R> units[AHEAD ? UNITS : 1];
+
+  AFC_FN TileRotation(const float *table_, int rows_) : table(table_), rows(rows_) {
+    if constexpr (AHEAD) {
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u) {
+        const int index = u * THREADS + threadIdx.x;
+        read(units[u], min(index, rows * Unit<R>::PER_ROW - 1));
+      }
+    }
+  }
+
+  // The caller synchronises before and after.
+  AFC_FN void apply(unsigned char *tile) {
+    if constexpr (AHEAD) {
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u) {
+        const int index = u * THREADS + threadIdx.x;
+        if (index < rows * Unit<R>::PER_ROW) rotate(tile, index, units[u]);
+      }
+    } else {
+      for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
+        read(units[0], index);
+        rotate(tile, index, units[0]);
+      }
+    }
+  }
+
+ private:
+  AFC_FN void read(Unit<R> &unit, int index) const {
+    const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
+    unit.load(table + static_cast<int64_t>(row) * R::STRIDE, pair);
+  }
+
+  AFC_FN static void rotate(unsigned char *tile, int index, const Unit<R> &unit) {
     const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
     const auto address = [&](int column) { return tile + Tile::offset(row, column); };
-    Unit<R> unit;
-    unit.load(table + static_cast<int64_t>(row) * R::STRIDE, pair);
     rotate_unit<E, R>(address, address, pair, unit);
   }
-}
+};
 
 // Computes the coefficients of `rows` rows into `coefficients` [rows][PAIRS * COEFFICIENTS], one pair at a time: they
 // are long double-precision code with calls in it, across which little should be kept. Copies them to the table where

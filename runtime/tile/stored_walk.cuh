@@ -5,14 +5,15 @@
 // A tile has RUN_ROW entries: {runs, partial tiles, all tiles, 0}, then its runs {first, full_first, full_last, last} in
 // tiles of the other axis, ordered and disjoint; the tiles from full_first to full_last - 1 need no element test.
 #pragma once
-#include "device.cuh"
+#include "walk.cuh"
 
 namespace tile {
 
 constexpr int RUN_ROW = 64, MOST_RUNS = RUN_ROW - 1;
 
 // The tiles of a row for each of `members` heads: all partial tiles of all members, then all full ones. For shared
-// memory. One thread reads the runs, two steps ahead of their use, so that nobody waits for them.
+// memory. One thread reads the runs, two steps ahead of their use, so that nobody waits for them. The usual case, one run
+// of one member, is a formula of the step.
 struct StoredWalk {
   struct Position {
     int member, tile;
@@ -22,6 +23,8 @@ struct StoredWalk {
   const int4 *row;  // of member 0
   int64_t pitch;    // from the row of one member to that of the next, 0 where all share one
   int members, partial, count;
+  bool single;
+  Walk alone;  // where single
   Position positions[4];
 
   AFC_FN void set(const int4 *row_, int64_t pitch_, int members_) {
@@ -34,16 +37,24 @@ struct StoredWalk {
       partial += head.y;
       count += head.z;
     }
-    positions[0] = seek(0, 0, false);
-    positions[1] = next(positions[0]);
+    single = members == 1 && row->x == 1;
+    if (single) {
+      const int4 run = row[1];
+      alone = {run.x, run.y, run.z, run.y - run.x, partial, count};
+    } else {
+      positions[0] = seek(0, 0, false);
+      positions[1] = next(positions[0]);
+    }
   }
 
   // At the beginning of a step, by the thread that called set(); the others see it after the next barrier.
-  AFC_FN void advance(int step) { positions[(step + 2) & 3] = next(positions[(step + 1) & 3]); }
+  AFC_FN void advance(int step) {
+    if (!single) positions[(step + 2) & 3] = next(positions[(step + 1) & 3]);
+  }
 
   // Of this step and of the next one.
-  AFC_FN const Position &position(int step) const { return positions[step & 3]; }
-  AFC_FN int tile(int step) const { return positions[step & 3].tile; }
+  AFC_FN Position position(int step) const { return single ? Position{0, alone.tile(step), 0, 0} : positions[step & 3]; }
+  AFC_FN int tile(int step) const { return single ? alone.tile(step) : positions[step & 3].tile; }
   AFC_FN int tile(const Position &p) const { return p.tile; }
 
  private:
