@@ -16,7 +16,6 @@ from afc.expr.nodes import (
     Type,
     Var,
     const,
-    formula_tensors,
     inline_lets,
     substitute,
     variables,
@@ -637,7 +636,7 @@ class AttentionChecker:
         values: dict[str, Value],
         names: dict[str, Binding],
     ) -> Weights | None:
-        """A weight block, between the normalizer and `@ v`. It may not read a learned tensor."""
+        """A weight block, between the normalizer and `@ v`."""
         if len(node.args) != 1:
             self.report.error(
                 "E0106",
@@ -660,17 +659,6 @@ class AttentionChecker:
         formula = self.blocks.instantiate(declaration, options, {})
         if formula is None:
             return None
-        read = formula_tensors(formula)
-        for parameter in self.declaration.options:
-            if parameter.grad and parameter.name in read:
-                self.report.error(
-                    "E0403",
-                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a weight "
-                    "block reads is outside what this version compiles",
-                    node.span,
-                    hint="drop `grad`: the tensor is then a constant to autograd",
-                )
-                return None
         call, doc = call_text(declaration, options), declaration.doc
         step = WeightStep(declaration.name, formula, call, doc, node.span, declaration.span)
         return replace(value, steps=(*value.steps, step))

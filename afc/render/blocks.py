@@ -9,6 +9,7 @@ target.
     captured_gradients, captured_offset_<n>
                                     what an element adds to the gradients of captured tensors, and where
     captured_extra_gradients        the same for a row's extra term
+    captured_weight_gradients       the same for the weight blocks of an element
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
     key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
@@ -169,6 +170,7 @@ TAKEN = frozenset(
         "load_column",
         "captured_gradients",
         "captured_extra_gradients",
+        "captured_weight_gradients",
         "d",
         "gradients",
     ]
@@ -250,7 +252,7 @@ class CapturedText:
 
     `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
     `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
-    `extra`: the read is in the normalizer's extra term; `axes`: what indexes its
+    `extra`: the read is in the normalizer's extra term; `weight`: in a weight block; `axes`: what indexes its
     dimensions; `load`: the read.
     """
 
@@ -261,6 +263,7 @@ class CapturedText:
     extra: bool
     axes: Axes
     load: Load
+    weight: bool
 
 
 @dataclass(frozen=True)
@@ -582,8 +585,9 @@ class _Writer:
         for step in self.semantics.weight_steps:
             assert step.factor is not None
             note = f"What {step.block} multiplies the weight p by."
+            name = self._name(step.block)
             calls.append(
-                self._function(self._name(step.block), step, step.factor, "Real", takes_s=False, note=note)
+                self._function(name, step, step.factor, "Real", takes_s=False, note=note, hoisted=False)
             )
         if calls:
             self.parts.append(
@@ -598,8 +602,18 @@ class _Writer:
         if not reads:
             return ()
         found = tuple(self._captured_read(n, read) for n, read in enumerate(reads))
-        if any(read.step is not None for read in reads):
+        if any(read.score for read in reads):
             self._captured_gradients(reads)
+        weights = [(n, read) for n, read in enumerate(reads) if read.weight]
+        if weights:
+            lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in weights]
+            self.parts.append(
+                "// What an element adds to gradients of captured tensors through the weight blocks; d is\n"
+                "// its weight ahead of them times the gradient of its weight behind them.\n"
+                "AFC_FN void captured_weight_gradients(\n"
+                "    Real d, int m, int n, int i, int j, const Item &item, const afc_args &args,\n"
+                "    Real *gradients) {\n  " + "\n  ".join(lines) + "\n}"
+            )
         extra = [(n, read) for n, read in enumerate(reads) if read.step is None]
         if extra:
             lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in extra]
@@ -614,6 +628,7 @@ class _Writer:
         return found
 
     def _captured_gradients(self, reads: tuple[CapturedRead, ...]) -> None:
+        reads = tuple(replace(read, step=read.step if read.score else None) for read in reads)
         first = min(read.step for read in reads if read.step is not None)
         backward: list[str] = []
         for k in reversed(range(first, len(self.score_calls))):
@@ -642,9 +657,14 @@ class _Writer:
                 return "d" if value == 1 else f"d * Real({float(value)!r})"
         step = self._captured_step(read)
         name = self._name(f"{step.block}_{read.load.tensor}_gradient")
-        note = f"Derivative by {attn(read.load)}, times the constant derivatives of the steps behind it."
+        behind = (
+            "factors of the other weight blocks"
+            if read.weight
+            else "constant derivatives of the steps behind it"
+        )
+        note = f"Derivative by {attn(read.load)}, times the {behind}."
         call = self._function(
-            name, step, read.coefficient, "Real", takes_s=bool(s), note=note, hoisted=read.step is not None
+            name, step, read.coefficient, "Real", takes_s=bool(s), note=note, hoisted=read.score
         )
         return f"d * {call.replace('(s', f'({s}', 1) if s else call}"
 
@@ -652,6 +672,8 @@ class _Writer:
         n = self.program.normalizer
         if read.step is None:
             return Step(n.block, read.coefficient, n.call, n.doc, n.span, n.origin)
+        if read.weight:
+            return self.semantics.weight_steps[read.step]
         return self.semantics.scores[read.step]
 
     def _captured_read(self, index: int, read: CapturedRead) -> CapturedText:
@@ -679,6 +701,7 @@ class _Writer:
             read.step is None,
             _axes(read.load),
             read.load,
+            read.weight,
         )
 
     def _function(

@@ -107,7 +107,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         captured=len(program.tensors),
         captured_gradients=gradients,
         captured_reads=tuple(
-            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
+            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra, r.weight)
             for n, r in enumerate(reads)
         ),
         outputs=outputs,

@@ -188,6 +188,7 @@ class CpuCapturedRead:
     by_row: bool
     reads_position: bool
     extra: bool
+    weight: bool
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from afc.expr.nodes import Load
 from afc.expr.printer import attn
@@ -48,7 +49,7 @@ def shares(
 def score_reads(
     program: Program, texts: tuple[CapturedText, ...]
 ) -> tuple[tuple[SharedGradient, ...], tuple[SumRead, ...]]:
-    """The gradients and reads of score steps and the extra term."""
+    """The gradients and reads of score steps, the extra term and weight blocks."""
     gradients = _gradients(program, texts)
     slots = [g.slot for g in gradients]
     reads: list[SumRead] = []
@@ -56,7 +57,8 @@ def score_reads(
         kind = "row" if text.extra else score_sum(text.load)
         unique = _one_to_one(text.slot, text.load, kind, ("n", "j"), "args.N")
         place = slots.index(text.slot)
-        reads.append(SumRead(index, place, kind, text.offset, unique, attn(text.load), text.extra))
+        read = SumRead(index, place, kind, text.offset, unique, attn(text.load), text.extra)
+        reads.append(replace(read, weight=text.weight))
     return gradients, tuple(reads)
 
 
