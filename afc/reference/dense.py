@@ -241,8 +241,10 @@ def _row_back(
     names = _with_means(step, x[..., part], env, call) | {"d_value": d[..., part]}
     for name, term in backward.means:
         names[name] = _mean(evaluate_formula(term, names, call.tensors)[0], names["x"])
+    live = (names["d_value"] != 0).any(-1, keepdims=True)
     for read in backward.reads if gradients is not None else ():
         value = np.broadcast_to(evaluate_formula(read.term, names, call.tensors)[0], names["x"].shape)
+        value = np.where(live, value, 0.0)
         add_at(gradients, read.load, names, call.tensors, value)  # type: ignore[arg-type]
     d[..., part] = evaluate_formula(backward.x, names, call.tensors)[0]
 

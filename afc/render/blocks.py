@@ -269,14 +269,15 @@ class CapturedText:
 @dataclass(frozen=True)
 class RowReadText:
     """A read of a captured tensor marked `grad` in a row or output block: slot, the call that gives its place
-    in the gradient for batch b, head h and column c (of an output block also row m, position i), and, for an
-    output block, `axes` as in CapturedText.
+    in the gradient for batch b, head h and column c (of an output block also row m, position i; of q or k the
+    row r, if it is `by_row`), and `axes` as in CapturedText, r for m.
     """
 
     slot: int
     offset: str
     axes: Axes
     load: Load
+    by_row: bool
 
 
 @dataclass(frozen=True)
@@ -950,13 +951,15 @@ class _Writer:
             + "\n".join([*means, *back, *sums, *gradient])
             + "\n}"
         )
-        # A read whose gradient is asked for does not name the row of q or k.
-        own = tuple(n for n in indices if n != "r")
-        reads = [self._row_read(f"{name}_offset_{n}", r.load, own) for n, r in enumerate(step.backward.reads)]
+        reads = [
+            self._row_read(f"{name}_offset_{n}", r.load, indices) for n, r in enumerate(step.backward.reads)
+        ]
         return RowText(name, tuple(reads))
 
-    def _row_read(self, name: str, load: Load, own: tuple[str, ...]) -> RowReadText:
+    def _row_read(self, name: str, load: Load, offered: tuple[str, ...]) -> RowReadText:
         slot = self.slots[load.tensor]
+        by_row = any("r" in variables(i) for i in load.indices)
+        own = offered if by_row else tuple(n for n in offered if n != "r")
         names = {**self.dimensions, **self._scalar_text(), **{n: n for n in (*own, "c")}}
         printer = replace(self.printer, names=names)
         indices = "".join(f", {printer.text(i)}" for i in load.indices)
@@ -965,7 +968,9 @@ class _Writer:
             f"AFC_FN int64_t {name}(const afc_args &args{''.join(f', int {n}' for n in own)}, int c) {{\n"
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
-        return RowReadText(slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load), load)
+        return RowReadText(
+            slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load), load, by_row
+        )
 
     # ---- rotations ----------------------------------------------------------------------------------------
 
@@ -1100,8 +1105,8 @@ def _axis(load: Load, index: str) -> int:
 
 
 def _axes(load: Load) -> Axes:
-    """The dimensions that b, h, m, i alone index."""
-    return _axis(load, "b"), _axis(load, "h"), _axis(load, "m"), _axis(load, "i")
+    """The dimensions that b, h, m, i alone index; in a row block of q or k, r is the m."""
+    return _axis(load, "b"), _axis(load, "h"), max(_axis(load, "m"), _axis(load, "r")), _axis(load, "i")
 
 
 def _of_step(call: str, step: int) -> str:

@@ -87,3 +87,57 @@ def test_weights_without_a_sum(weights: ModuleType, batch: int) -> None:
     torch.manual_seed(batch)
     y = torch.randn(batch, 4, 70, 90)
     agrees(without_lse(weights.tabled), "tabled", tabled, (70, 90), {"y": y})
+
+
+# ---- row blocks --------------------------------------------------------------------------------------------
+
+# By row and column, by row alone, through an index, and a tensor that scores read too.
+ROWS = """\
+row placed(x, r, c; t[1|L, D]: grad) = x + t[r, c]
+row scaled(x, b, h, r; u[1|B, Heads, L]: grad) = x * u[b, h, r] / (1.0 + mean(x * x))
+row bucketed(x, r, c; z[5, D]: grad, w[D]: grad) = x * w[c] + z[r // 20, c]
+score lift(s, b, h, m; u[1|B, H, M]: grad) = s + u[b, h, m]
+attention rows(q, k, v; qt[1|M, Dqk]: grad, kt[1|N, Dqk]: grad, u[1|B, H, M]: grad, z[5, 16]: grad,
+               w[16]: grad) {
+    q = placed(q; t = qt)
+    q = scaled(q; u)
+    k = placed(k; t = kt)
+    k[16:32] = bucketed(k[16:32]; z, w)
+    q, k = rope(q, k)
+    return softmax(causal(lift(scaled_dot_product(q, k); u))) @ v
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: Any) -> ModuleType:
+    return loaded(ROWS, tmp_path_factory)
+
+
+def rope(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turns = torch.arange(x.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat((low * turns.cos() - high * turns.sin(), low * turns.sin() + high * turns.cos()), -1)
+
+
+def rows_reference(q: Tensor, k: Tensor, v: Tensor, **options: Tensor) -> tuple[Tensor, Tensor]:
+    qt, kt, u, z, w = (options[name].double() for name in ("qt", "kt", "u", "z", "w"))
+    dtype, (m, n) = q.dtype, rows_and_keys(q, k)
+    q, k = q.double() + qt, k.double() + kt
+    q = q * u[..., None] / (1 + q.square().mean(-1, keepdim=True))
+    k = torch.cat((k[..., :16], k[..., 16:] * w + z[torch.arange(k.shape[2]) // 20]), -1)
+    q, k = (rope(x).to(dtype).double() for x in (q, k))
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    s = (q @ k.mT * 32**-0.5 + u[..., None]).masked_fill(n > m, -torch.inf)
+    return s.softmax(-1).to(v.dtype) @ v, s.logsumexp(-1).to(dtype)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (70, 90), (97, 40)])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_rows(rows: ModuleType, m: int, n: int, broadcast: bool) -> None:
+    torch.manual_seed(m)
+    shapes = {"qt": (1 if broadcast else m, 32), "kt": (1 if broadcast else n, 32)}
+    shapes |= {"u": (1 if broadcast else 2, 4, m), "z": (5, 16), "w": (16,)}
+    options = {name: torch.rand(shape) for name, shape in shapes.items()}
+    agrees(rows.rows, "rows", rows_reference, (m, n), options)
