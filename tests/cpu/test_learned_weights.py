@@ -17,7 +17,10 @@ import afc  # noqa: E402
 from afc import passes  # noqa: E402
 from afc.frontend import check_text  # noqa: E402
 from afc.reference import Call, backward, run_backward, run_forward  # noqa: E402
+from afc.reference.rounding import to_storage  # noqa: E402
 from afc.schedule.plan import schedule  # noqa: E402
+from tests.support.checks import compare, failures, inputs  # noqa: E402
+from tests.support.dense import Variant  # noqa: E402
 
 # By head, query, key, distance and element, through an index, one tensor in several places.
 TEXT = """
@@ -184,3 +187,53 @@ def test_the_order_of_sums_does_not_depend_on_threads(module: Any) -> None:
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_plan_for_gpus_computes_the_same() -> None:
+    """Both of its backward passes; P and dP are not rounded ahead of these sums, the inputs are."""
+    m, n = 70, 90
+    draw = np.random.default_rng(2).standard_normal
+    (program,) = [p for p in check_text(TEXT, "learned.attn").programs if p.name == "several"]
+    program = passes.run(program, {"Dqk": 64, "Dv": 64})
+    learned = {"temperature": draw(4), "sink": draw(4), "t": draw((4, 11)), "u": draw((2, m)), "c": draw(6)}
+    tensors = {**learned, "at": np.arange(2 * n).reshape(2, n) % 6}
+    shapes = ((2, 4, m, 64), (2, 2, n, 64), (2, 2, n, 64), (2, 4, m, 64))
+    q, k, v, d_o = (to_storage(draw(shape), "bfloat16") for shape in shapes)
+    call = Call(q, k, v, tensors, {"R": 5, "rate": 0.25, "seed": 3}, 5, 1)
+    plan, want = schedule(program, "sm80", "bfloat16"), backward(program, call, d_o)
+    result = run_forward(plan, call)
+    for deterministic in (False, True):
+        found = run_backward(plan, call, result, d_o, deterministic=deterministic)
+        for name in learned:
+            error = np.linalg.norm(found.captured[name] - want.captured[name])
+            assert error <= 2**-7 * np.linalg.norm(want.captured[name]), name
+
+
+# ---- storage types -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storage_types(tmp_path: Path, dtype: Any) -> None:
+    path = tmp_path / "gated.attn"
+    path.write_text(
+        "weight gate(p, h; g[H]: grad) = p * g[h]\n"
+        "row placed(x, r, c; t[L, D]: grad) = x + t[r, c]\n"
+        "attention gated(q, k, v; g[H]: grad, t[N, Dqk]: grad) {\n"
+        "    k = placed(k; t)\n"
+        "    return gate(softmax(scaled_dot_product(q, k)); g) @ v\n"
+        "}\n",
+        encoding="utf-8",
+    )
+
+    def reference(q: Any, k: Any, v: Any, g: Any, t: Any) -> tuple[Any, Any]:
+        k = (k.double() + t.double()).to(k.dtype)
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        s = q @ k.mT * 32**-0.5
+        return (s.softmax(-1) * g.to(q.dtype)[:, None, None]) @ v, s.logsumexp(-1)
+
+    call = afc.load(path, D=32, dtype=dtype, backend="cpu").gated
+    torch.manual_seed(3)
+    rows_of = inputs(2, 4, 2, 70, 90, 32, 32, dtype)
+    options = {"g": torch.randn(4), "t": torch.randn(90, 32)}
+    bad = failures(compare(call, Variant("gated", "gated", reference), *rows_of, options, learned=("g", "t")))
+    assert not bad, f"(error, allowed) {bad}"
