@@ -11,16 +11,12 @@ from afc.expr.nodes import (
     Const,
     Expr,
     Formula,
-    Load,
     Op,
     Type,
     Var,
     const,
-    formula_tensors,
     inline_lets,
     substitute,
-    variables,
-    walk,
 )
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
@@ -451,19 +447,7 @@ class AttentionChecker:
         first: Expr,
         width: Expr,
     ) -> RowStep | None:
-        """A row block. A learned tensor may not be indexed by the row: its gradient is a sum over rows."""
-        loads = [e for e in walk(inline_lets(formula)[0]) if isinstance(e, Load)]
-        for parameter in self.declaration.options:
-            by_row = [e for e in loads if e.tensor == parameter.name and "r" in variables(e)]
-            if parameter.grad and by_row:
-                self.report.error(
-                    "E0403",
-                    f"`{declaration.name}` reads `{parameter.name}` by row: its gradient is outside what "
-                    "this version compiles",
-                    node.span,
-                    hint="index it by the column `c`, the head `h` or the batch `b`, or drop `grad`",
-                )
-                return None
+        """A row block."""
         doc, origin = declaration.doc, declaration.span
         return RowStep(declaration.name, formula, call, doc, node.span, origin, first=first, width=width)
 
@@ -637,7 +621,7 @@ class AttentionChecker:
         values: dict[str, Value],
         names: dict[str, Binding],
     ) -> Weights | None:
-        """A weight block, between the normalizer and `@ v`. It may not read a learned tensor."""
+        """A weight block, between the normalizer and `@ v`."""
         if len(node.args) != 1:
             self.report.error(
                 "E0106",
@@ -660,17 +644,6 @@ class AttentionChecker:
         formula = self.blocks.instantiate(declaration, options, {})
         if formula is None:
             return None
-        read = formula_tensors(formula)
-        for parameter in self.declaration.options:
-            if parameter.grad and parameter.name in read:
-                self.report.error(
-                    "E0403",
-                    f"`{declaration.name}` reads `{parameter.name}`: a gradient for a tensor that a weight "
-                    "block reads is outside what this version compiles",
-                    node.span,
-                    hint="drop `grad`: the tensor is then a constant to autograd",
-                )
-                return None
         call, doc = call_text(declaration, options), declaration.doc
         step = WeightStep(declaration.name, formula, call, doc, node.span, declaration.span)
         return replace(value, steps=(*value.steps, step))

@@ -54,7 +54,8 @@ def print_program(program: Program) -> str:
         lines.append(f"  score gradient: constant {gradient.constant!r}")
         lines += [line for f in gradient.steps for line in (_formula(f, 4) if f is not None else ["    1"])]
     for read in program.captured_reads:
-        place = "the extra term" if read.step is None else f"score step {read.step + 1}"
+        kind = "weight" if read.weight else "score"
+        place = "the extra term" if read.step is None else f"{kind} step {read.step + 1}"
         lines.append(f"  gradient of {attn(read.load)}, read in {place}")
         lines += _formula(read.coefficient, 4)
     for row in program.output_steps:

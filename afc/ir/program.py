@@ -187,22 +187,30 @@ class ScoreGradient:
 
 @dataclass(frozen=True)
 class CapturedRead:
-    """A read of a captured tensor whose gradient is asked for, in a score step or in the extra term.
+    """A read of a captured tensor whose gradient is asked for, in a score step, the extra term or a weight
+    block.
 
     `step`: place in `scores`, None for the normalizer's extra term. The gradient of the element that `load`
     names is the sum over all scores of dX * `coefficient`, where dX is the gradient of the score after all
     steps times the varying derivatives of the steps behind this one; their constant derivatives are part of
     `coefficient`, a formula of the step's own input s. For the extra term dX is the gradient of its
-    logarithm.
+    logarithm. `weight`: `step` is the place in `weight_steps`, dX is P dP', where P is the normalizer's
+    weight and P' what meets v, and `coefficient` is the derivative of the factor of all weight blocks.
     """
 
     load: Load
     step: int | None
     coefficient: Formula
+    weight: bool = False
+
+    @property
+    def score(self) -> bool:
+        """Whether the read is in a score step."""
+        return self.step is not None and not self.weight
 
 
 def learned(reads: Iterable[CapturedRead], steps: Iterable[Transform]) -> tuple[str, ...]:
-    """Captured tensors that scores, rotations, row or output blocks read and whose gradient is asked for."""
+    """Captured tensors that are read by anything but the mask and whose gradient is asked for."""
     names = [r.load.tensor for r in reads]
     for step in steps:
         if isinstance(step, Rotation):

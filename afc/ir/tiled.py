@@ -151,6 +151,16 @@ class AddCapturedExtra:
 
 
 @dataclass(frozen=True)
+class AddCapturedWeights:
+    """The same for reads in weight blocks, of P and of dP ahead of them: P dP times the derivative of their
+    factor.
+    """
+
+    p: str
+    dp: str
+
+
+@dataclass(frozen=True)
 class RowDot:
     """out = rowsum(a * b) - minus: delta of the backward pass, where `minus` is the gradient of the LSE."""
 
@@ -245,6 +255,7 @@ TileOp = Union[  # noqa: UP007
     ScoreGradient,
     AddCaptured,
     AddCapturedExtra,
+    AddCapturedWeights,
     RowDot,
     Round,
     Scale,

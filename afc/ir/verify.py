@@ -40,7 +40,9 @@ def verify(program: Program, after: str) -> None:
             ("score gradient", f, known | indices) for f in program.score_gradient.steps if f is not None
         ]
     for read in program.captured_reads:
-        offered = known | (indices if read.step is not None else indices - {"s", "n", "j"})
+        offered = known | (
+            indices if read.score else indices - {"s"} if read.weight else indices - {"s", "n", "j"}
+        )
         groups += [("captured gradient", f, offered) for f in (read.coefficient, Formula((read.load,)))]
     for block, formula, names in groups:
         _formula(block, formula, names, tensors, after)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of captured tensors: the derivative of a score step by each read of a tensor marked `grad`."""
+"""Gradients of captured tensors: the derivative of a score step, of the extra term or of the factor of the
+weight blocks by each read of a tensor marked `grad`.
+
+With O = sum_j f P v and dP' = dO v, a tensor t that the factor f reads gets sum P dP' df/dt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def captured(program: Program) -> Program:
     Raises SourceError E0303 where a step has no derivative by the value read.
     """
     wanted = {t.name for t in program.tensors if t.grad}
-    reads: list[CapturedRead] = []
+    reads: list[CapturedRead] = _weight_reads(program, wanted)[::-1]
     extra = program.normalizer.extra
     if extra is not None:
         n = program.normalizer
@@ -42,6 +46,20 @@ def _reads(step: Step, index: int | None, wanted: Collection[str], behind: float
     [value] = inline_lets(step.formula)
     loads = dict.fromkeys(e for e in walk(value) if isinstance(e, Load) and e.tensor in wanted)
     return [CapturedRead(load, index, _coefficient(step, value, load, behind)) for load in loads]
+
+
+def _weight_reads(program: Program, wanted: Collection[str]) -> list[CapturedRead]:
+    """The reads of weight blocks; the coefficient has the factors of the other blocks."""
+    factors = [inline_lets(s.factor)[0] for s in program.weight_steps if s.factor is not None]
+    reads = []
+    for index, (step, factor) in enumerate(zip(program.weight_steps, factors, strict=True)):
+        loads = dict.fromkeys(e for e in walk(factor) if isinstance(e, Load) and e.tensor in wanted)
+        for load in loads:
+            value = inline_lets(_coefficient(step, factor, load, 1.0))[0]
+            for other in (*factors[:index], *factors[index + 1 :]):
+                value = mul(value, other)
+            reads.append(CapturedRead(load, index, share_calls(Formula((simplify(value),))), weight=True))
+    return reads
 
 
 def _coefficient(step: Step, value: Expr, load: Load, behind: float) -> Formula:

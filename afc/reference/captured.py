@@ -36,7 +36,7 @@ def add_scores(
     for k in reversed(range(len(scores))):
         at = {**env, "s": inputs[k]}
         for read in reads:
-            if read.step == k:
+            if read.score and read.step == k:
                 _scatter(gradients, read, at, tensors, dx)
         derivative = derivatives[k]
         if derivative is not None:
@@ -54,6 +54,24 @@ def add_extra(
     for read in reads:
         if read.step is None:
             _scatter(gradients, read, env, tensors, dextra)
+
+
+def add_weights(
+    gradients: dict[str, Array],
+    reads: Sequence[CapturedRead],
+    env: Mapping[str, Any],
+    tensors: Mapping[str, Array],
+    p: Array,
+    dp: Array,
+) -> None:
+    """Add what elements give through the weight blocks: `p` is the normalizer's weight, `dp` the gradient of
+    the weight that meets v. A weight of 0 gives nothing, whatever the gradient and the factor are.
+    """
+    with np.errstate(invalid="ignore"):
+        d = np.where(p == 0, 0.0, p * dp)
+    for read in reads:
+        if read.weight:
+            _scatter(gradients, read, env, tensors, d)
 
 
 def extra_gradient(extra: Array, lse: Array, delta: Array) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from afc.expr.evaluate import evaluate_formula
 from afc.ir.program import Program, Rotation, RowStep, Transform, WeightStep
-from afc.reference.captured import add_at, add_extra, add_scores, extra_gradient
+from afc.reference.captured import add_at, add_extra, add_scores, add_weights, extra_gradient
 
 Array = Any  # np.ndarray of float64
 
@@ -241,8 +241,10 @@ def _row_back(
     names = _with_means(step, x[..., part], env, call) | {"d_value": d[..., part]}
     for name, term in backward.means:
         names[name] = _mean(evaluate_formula(term, names, call.tensors)[0], names["x"])
+    live = (names["d_value"] != 0).any(-1, keepdims=True)
     for read in backward.reads if gradients is not None else ():
         value = np.broadcast_to(evaluate_formula(read.term, names, call.tensors)[0], names["x"].shape)
+        value = np.where(live, value, 0.0)
         add_at(gradients, read.load, names, call.tensors, value)  # type: ignore[arg-type]
     d[..., part] = evaluate_formula(backward.x, names, call.tensors)[0]
 
@@ -362,7 +364,9 @@ def backward(program: Program, call: Call, do: Array, dlse: Array | None = None)
     delta = (do * t.result.before).sum(-1, keepdims=True)
     if dlse is not None:
         delta = delta - np.asarray(dlse, np.float64)[..., None]
-    dp, derivative = do @ v.swapaxes(-1, -2) * t.factor, _score_derivative(program, call, t.s)
+    of_weights = do @ v.swapaxes(-1, -2)
+    add_weights(captured, program.captured_reads, call.elements(), call.tensors, t.p, of_weights)
+    dp, derivative = of_weights * t.factor, _score_derivative(program, call, t.s)
     if program.normalizer.has_sum:
         dx = np.where(t.keep & (t.p != 0), t.p * (dp - delta), 0.0)
     else:

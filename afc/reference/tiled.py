@@ -18,6 +18,7 @@ from afc.ir.masks import Run
 from afc.ir.tiled import (
     AddCaptured,
     AddCapturedExtra,
+    AddCapturedWeights,
     AddOutputs,
     Launch,
     LaunchPlan,
@@ -45,7 +46,7 @@ from afc.ir.tiled import (
 )
 from afc.masks import BoxTest, StoredRuns, key_runs, query_runs, stored_runs
 from afc.masks.stored import MOST_RUNS
-from afc.reference.captured import add_extra, add_scores, extra_gradient
+from afc.reference.captured import add_extra, add_scores, add_weights, extra_gradient
 from afc.reference.dense import Call, Gradients, Result, output_back, transform, transform_back, weight_factor
 from afc.reference.rounding import to_storage
 
@@ -281,6 +282,9 @@ def _op(op: TileOp, work: _Work, memory: _Memory) -> None:
             extra = _log_extra(work, memory, tiles[lse].shape[0])
             dextra = extra_gradient(extra, tiles[lse], tiles[delta])
             add_extra(memory.captured, semantics.captured, _env(work, memory), memory.call.tensors, dextra)
+        case AddCapturedWeights(p=p, dp=dp):
+            env, captured_tensors = _env(work, memory), memory.call.tensors
+            add_weights(memory.captured, semantics.captured, env, captured_tensors, tiles[p], tiles[dp])
         case RowDot(out=out, a=a, b=b, minus=minus):
             tiles[out] = (tiles[a] * tiles[b]).sum(-1, keepdims=True) - tiles[minus]
         case Round(x=x):

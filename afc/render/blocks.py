@@ -9,6 +9,7 @@ target.
     captured_gradients, captured_offset_<n>
                                     what an element adds to the gradients of captured tensors, and where
     captured_extra_gradients        the same for a row's extra term
+    captured_weight_gradients       the same for the weight blocks of an element
     keep                            the mask
     keep_box                        the mask on a box of tiles, where runs are found by a test (stored)
     key_run, query_run              runs of indices from the bounds of the mask, or from that test; on GPUs
@@ -175,6 +176,7 @@ TAKEN = frozenset(
         "load_column",
         "captured_gradients",
         "captured_extra_gradients",
+        "captured_weight_gradients",
         "d",
         "gradients",
     ]
@@ -258,7 +260,7 @@ class CapturedText:
 
     `slot`: of the tensor; `offset`: call that gives the offset of the element in its gradient, -1 outside;
     `by_row`: the element depends on no key; `reads_position`: it depends on the query's position;
-    `extra`: the read is in the normalizer's extra term; `axes`: what indexes its
+    `extra`: the read is in the normalizer's extra term; `weight`: in a weight block; `axes`: what indexes its
     dimensions; `load`: the read.
     """
 
@@ -269,19 +271,21 @@ class CapturedText:
     extra: bool
     axes: Axes
     load: Load
+    weight: bool
 
 
 @dataclass(frozen=True)
 class RowReadText:
     """A read of a captured tensor marked `grad` in a row or output block: slot, the call that gives its place
-    in the gradient for batch b, head h and column c (of an output block also row m, position i), and, for an
-    output block, `axes` as in CapturedText.
+    in the gradient for batch b, head h and column c (of an output block also row m, position i; of q or k the
+    row r, if it is `by_row`), and `axes` as in CapturedText, r for m.
     """
 
     slot: int
     offset: str
     axes: Axes
     load: Load
+    by_row: bool
 
 
 @dataclass(frozen=True)
@@ -599,8 +603,9 @@ class _Writer:
         for step in self.semantics.weight_steps:
             assert step.factor is not None
             note = f"What {step.block} multiplies the weight p by."
+            name = self._name(step.block)
             calls.append(
-                self._function(self._name(step.block), step, step.factor, "Real", takes_s=False, note=note)
+                self._function(name, step, step.factor, "Real", takes_s=False, note=note, hoisted=False)
             )
         if calls:
             self.parts.append(
@@ -615,8 +620,18 @@ class _Writer:
         if not reads:
             return ()
         found = tuple(self._captured_read(n, read) for n, read in enumerate(reads))
-        if any(read.step is not None for read in reads):
+        if any(read.score for read in reads):
             self._captured_gradients(reads)
+        weights = [(n, read) for n, read in enumerate(reads) if read.weight]
+        if weights:
+            lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in weights]
+            self.parts.append(
+                "// What an element adds to gradients of captured tensors through the weight blocks; d is\n"
+                "// its weight ahead of them times the gradient of its weight behind them.\n"
+                "AFC_FN void captured_weight_gradients(\n"
+                "    Real d, int m, int n, int i, int j, const Item &item, const afc_args &args,\n"
+                "    Real *gradients) {\n  " + "\n  ".join(lines) + "\n}"
+            )
         extra = [(n, read) for n, read in enumerate(reads) if read.step is None]
         if extra:
             lines = [f"gradients[{n}] = {self._captured_term(read, '')};" for n, read in extra]
@@ -631,6 +646,7 @@ class _Writer:
         return found
 
     def _captured_gradients(self, reads: tuple[CapturedRead, ...]) -> None:
+        reads = tuple(replace(read, step=read.step if read.score else None) for read in reads)
         first = min(read.step for read in reads if read.step is not None)
         backward: list[str] = []
         for k in reversed(range(first, len(self.score_calls))):
@@ -661,9 +677,14 @@ class _Writer:
                 return "d" if value == 1 else f"d * Real({float(value)!r})"
         step = self._captured_step(read)
         name = self._name(f"{step.block}_{read.load.tensor}_gradient")
-        note = f"Derivative by {attn(read.load)}, times the constant derivatives of the steps behind it."
+        behind = (
+            "factors of the other weight blocks"
+            if read.weight
+            else "constant derivatives of the steps behind it"
+        )
+        note = f"Derivative by {attn(read.load)}, times the {behind}."
         call = self._function(
-            name, step, read.coefficient, "Real", takes_s=bool(s), note=note, hoisted=read.step is not None
+            name, step, read.coefficient, "Real", takes_s=bool(s), note=note, hoisted=read.score
         )
         return f"d * {call.replace('(s', f'({s}', 1) if s else call}"
 
@@ -671,6 +692,8 @@ class _Writer:
         n = self.program.normalizer
         if read.step is None:
             return Step(n.block, read.coefficient, n.call, n.doc, n.span, n.origin)
+        if read.weight:
+            return self.semantics.weight_steps[read.step]
         return self.semantics.scores[read.step]
 
     def _captured_read(self, index: int, read: CapturedRead) -> CapturedText:
@@ -698,6 +721,7 @@ class _Writer:
             read.step is None,
             _axes(read.load),
             read.load,
+            read.weight,
         )
 
     def _function(
@@ -955,13 +979,15 @@ class _Writer:
             + "\n".join([*means, *back, *sums, *gradient])
             + "\n}"
         )
-        # A read whose gradient is asked for does not name the row of q or k.
-        own = tuple(n for n in indices if n != "r")
-        reads = [self._row_read(f"{name}_offset_{n}", r.load, own) for n, r in enumerate(step.backward.reads)]
+        reads = [
+            self._row_read(f"{name}_offset_{n}", r.load, indices) for n, r in enumerate(step.backward.reads)
+        ]
         return RowText(name, tuple(reads))
 
-    def _row_read(self, name: str, load: Load, own: tuple[str, ...]) -> RowReadText:
+    def _row_read(self, name: str, load: Load, offered: tuple[str, ...]) -> RowReadText:
         slot = self.slots[load.tensor]
+        by_row = any("r" in variables(i) for i in load.indices)
+        own = offered if by_row else tuple(n for n in offered if n != "r")
         names = {**self.dimensions, **self._scalar_text(), **{n: n for n in (*own, "c")}}
         printer = replace(self.printer, names=names)
         indices = "".join(f", {printer.text(i)}" for i in load.indices)
@@ -970,7 +996,9 @@ class _Writer:
             f"AFC_FN int64_t {name}(const afc_args &args{''.join(f', int {n}' for n in own)}, int c) {{\n"
             f"  return afc::element_offset(args.grad_captured[{slot}]{indices});\n}}"
         )
-        return RowReadText(slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load), load)
+        return RowReadText(
+            slot, f"{name}(args{''.join(f', int({n})' for n in own)}, c)", _axes(load), load, by_row
+        )
 
     # ---- rotations ----------------------------------------------------------------------------------------
 
@@ -1105,8 +1133,8 @@ def _axis(load: Load, index: str) -> int:
 
 
 def _axes(load: Load) -> Axes:
-    """The dimensions that b, h, m, i alone index."""
-    return _axis(load, "b"), _axis(load, "h"), _axis(load, "m"), _axis(load, "i")
+    """The dimensions that b, h, m, i alone index; in a row block of q or k, r is the m."""
+    return _axis(load, "b"), _axis(load, "h"), max(_axis(load, "m"), _axis(load, "r")), _axis(load, "i")
 
 
 def _of_step(call: str, step: int) -> str:

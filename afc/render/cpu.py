@@ -76,8 +76,13 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
     row_gradients = _row_gradients(program, s, blocks, others) if plan.backward else ()
     slots = {*others, *(g.slot for g in row_gradients)}
     rotated = [
-        r and _with_learned(r, program, t, slots)
-        for r, t in zip(rotated, (blocks.q_rotations, blocks.k_rotations), strict=True)
+        r and _with_learned(r, program, t, rows, slots)
+        for r, t, rows in zip(
+            rotated,
+            (blocks.q_rotations, blocks.k_rotations),
+            (blocks.q_rows, blocks.k_rows),
+            strict=True,
+        )
     ]
     places = {g.slot: n for n, g in enumerate(gradients)}
     real = s.compute
@@ -107,7 +112,7 @@ def context(program: Program, plan: LaunchPlan, symbol: str) -> CpuContext:
         captured=len(program.tensors),
         captured_gradients=gradients,
         captured_reads=tuple(
-            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra)
+            CpuCapturedRead(n, places[r.slot], r.offset, r.by_row, r.reads_position, r.extra, r.weight)
             for n, r in enumerate(reads)
         ),
         outputs=outputs,
@@ -221,6 +226,8 @@ def _row_gradients(
         ("k", "Hk", "N", "LANE_KEY_TILE", semantics.k_steps, blocks.k_rows),
     ):
         start = 0
+        if by_row(texts):
+            continue
         for step, text in zip((s for s in steps if isinstance(s, RowStep)), texts, strict=True):
             for read in text.reads:
                 one = CpuRowRead(operand, heads, rows, tile, start, value(step.width), read.offset)
@@ -232,20 +239,35 @@ def _row_gradients(
     )
 
 
-def _rotation_slots(texts: Sequence[RotationText]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(r.slot for text in texts for r in text.reads))
+def by_row(texts: Sequence[RowText]) -> bool:
+    """Whether row blocks read a learned tensor by row."""
+    return any(read.by_row for text in texts for read in text.reads)
+
+
+def _learned_slots(texts: Sequence[RotationText], row_texts: Sequence[RowText]) -> tuple[int, ...]:
+    """Captured tensors whose gradients take one more walk over the rows of an operand."""
+    slots = [r.slot for text in texts for r in text.reads]
+    if by_row(row_texts):
+        slots += [r.slot for text in row_texts for r in text.reads]
+    return tuple(dict.fromkeys(slots))
 
 
 def _with_learned(
-    rotated: CpuRotated, program: Program, texts: Sequence[RotationText], others: set[int]
+    rotated: CpuRotated,
+    program: Program,
+    texts: Sequence[RotationText],
+    row_texts: Sequence[RowText],
+    others: set[int],
 ) -> CpuRotated:
-    """With the captured tensors that its rotations read; `others`: slots that something ahead of it adds to,
-    to which its own are added.
+    """With the captured tensors that its rotations read and, by row, its row blocks; `others`: slots that
+    something ahead of it adds to, to which its own are added.
     """
-    reads = [r for text in texts for r in text.reads]
+    found = [(r.slot, r.axes) for text in texts for r in text.reads]
+    if rotated.by_row:
+        found += [(r.slot, r.axes) for text in row_texts for r in text.reads]
     learned = []
-    for slot in _rotation_slots(texts):
-        axes = _common_axes([r.axes for r in reads if r.slot == slot])
+    for slot in _learned_slots(texts, row_texts):
+        axes = _common_axes([one for of, one in found if of == slot])
         learned.append(CpuCapturedGradient(program.tensors[slot].name, slot, axes, slot in others))
         others.add(slot)
     return replace(rotated, learned=tuple(learned))
@@ -264,12 +286,16 @@ def _rotated(
     parts: list[CpuRotation | CpuRow] = []
     offset = sums = index = 0
     rotation_texts, of_rows = iter(texts), iter(row_texts)
-    learned = _rotation_slots(texts)
+    learned, alone = _learned_slots(texts, row_texts), by_row(row_texts)
     for step in steps:
         if isinstance(step, RowStep):
-            row = next(of_rows)
-            parts.append(CpuRow(row.name, step.call, sums))
-            sums += len(row.reads) * value(step.width)
+            row, width = next(of_rows), value(step.width)
+            reads_of = tuple(
+                CpuOutputRead(learned.index(r.slot), sums + n * width, r.offset)
+                for n, r in enumerate(row.reads if alone else ())
+            )
+            parts.append(CpuRow(row.name, step.call, sums, reads_of, width))
+            sums += len(row.reads) * width
             continue
         text, pairs = next(rotation_texts), value(step.width) // 2
         parts.append(
@@ -305,4 +331,5 @@ def _rotated(
         tuple(parts),
         tuple(p for p in parts if isinstance(p, CpuRow)),
         sums,
+        alone,
     )

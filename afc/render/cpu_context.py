@@ -59,15 +59,31 @@ class CpuRotation:
 
 
 @dataclass(frozen=True)
+class CpuOutputRead:
+    """A read of a captured tensor marked `grad` in an output or row block: the place of its tensor in
+    `output_gradients` (in `learned`), the first of the row sums that are its own (one per column), and the
+    call that gives the place of column c in the gradient.
+    """
+
+    gradient: int
+    start: int
+    offset: str
+
+
+@dataclass(frozen=True)
 class CpuRow:
     """A row or output block: its functions are `name` and `name`_gradient; `call` is the source text.
 
-    `sums`: the first of the operand's (the output's) row sums that are its own.
+    `sums`: the first of the operand's (the output's) row sums that are its own. `reads`: of captured tensors
+    whose gradient is asked for, where they are summed row by row (`by_row` of the operand), with their place
+    in `learned`; `width`: its columns.
     """
 
     name: str
     call: str
     sums: int
+    reads: tuple[CpuOutputRead, ...] = ()
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,8 +95,9 @@ class CpuRotated:
     `heads, rows, origin` are the fields of afc_args: ("Hq", "M", "q_origin") or ("Hk", "N", "k_origin").
     `table_width` is that sum over all of them. The buffers `<name>_rotated` and `<name>_table` must exist.
     `by_batch`, `by_head`: what the coefficients depend on beside the position, or also (not `plain`) through
-    captured tensors; with an origin per batch there is a table per batch in any case. `learned`: captured
-    tensors whose gradient is asked for and that rotations read.
+    captured tensors; with an origin per batch there is a table per batch in any case. `by_row`: some
+    row block reads a learned tensor by row, so that sums over rows do not do. `learned`: captured tensors
+    whose gradient is asked for and that rotations read or, `by_row`, row blocks.
     """
 
     name: Literal["q", "k"]
@@ -95,7 +112,13 @@ class CpuRotated:
     steps: tuple[CpuRotation | CpuRow, ...]
     row_blocks: tuple[CpuRow, ...]
     row_sums: int
+    by_row: bool = False
     learned: tuple[CpuCapturedGradient, ...] = ()
+
+    @property
+    def task_sums(self) -> bool:
+        """Whether row blocks are summed over the rows of a task."""
+        return self.row_sums > 0 and not self.by_row
 
 
 @dataclass(frozen=True)
@@ -188,18 +211,7 @@ class CpuCapturedRead:
     by_row: bool
     reads_position: bool
     extra: bool
-
-
-@dataclass(frozen=True)
-class CpuOutputRead:
-    """A read of a captured tensor marked `grad` in an output block: the place of its tensor in
-    `output_gradients`, the first of the row sums that are its own (one per column), and the call that gives
-    the place of column c in the gradient.
-    """
-
-    gradient: int
-    start: int
-    offset: str
+    weight: bool
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,7 @@ class CpuContext:
       outputs     output blocks in the order in which they act; may be empty
       output_gradients, output_reads
                   captured tensors whose gradient is asked for and that output blocks read, and their reads
-      row_gradients   captured tensors whose gradient is asked for and that row blocks read
+      row_gradients   captured tensors whose gradient is asked for and that row blocks read, but not by row
       gradient_slots  bit n: captured tensor n may take a gradient
       scalar_checks  conditions on run-time scalars, checked at each call
       backward    whether the unit has a backward

@@ -191,7 +191,8 @@ class _Unit:
             else:
                 operand = "o" if kernel.kind == "output" else "q" if queries else "k"
                 texts = row_texts(self.blocks, operand)
-                gradients, reads = row_reads_of(self.program, texts, widths(self.semantics, operand))
+                length = "args.N" if operand == "k" else "args.M"
+                gradients, reads = row_reads_of(self.program, texts, widths(self.semantics, operand), length)
             buffer = next_buffer if reads else None
             next_buffer += bool(reads)
             heads, rows = ("Hq", "M") if queries else ("Hk", "N")

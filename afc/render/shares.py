@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from afc.expr.nodes import Load
 from afc.expr.printer import attn
@@ -48,7 +49,7 @@ def shares(
 def score_reads(
     program: Program, texts: tuple[CapturedText, ...]
 ) -> tuple[tuple[SharedGradient, ...], tuple[SumRead, ...]]:
-    """The gradients and reads of score steps and the extra term."""
+    """The gradients and reads of score steps, the extra term and weight blocks."""
     gradients = _gradients(program, texts)
     slots = [g.slot for g in gradients]
     reads: list[SumRead] = []
@@ -56,14 +57,17 @@ def score_reads(
         kind = "row" if text.extra else score_sum(text.load)
         unique = _one_to_one(text.slot, text.load, kind, ("n", "j"), "args.N")
         place = slots.index(text.slot)
-        reads.append(SumRead(index, place, kind, text.offset, unique, attn(text.load), text.extra))
+        read = SumRead(index, place, kind, text.offset, unique, attn(text.load), text.extra)
+        reads.append(replace(read, weight=text.weight))
     return gradients, tuple(reads)
 
 
 def row_reads_of(
-    program: Program, texts: tuple[RowText, ...], widths: Sequence[int]
+    program: Program, texts: tuple[RowText, ...], widths: Sequence[int], rows: str
 ) -> tuple[tuple[SharedGradient, ...], tuple[SumRead, ...]]:
-    """The gradients and reads of the row blocks of an operand, or of output blocks, with their columns."""
+    """The gradients and reads of the row blocks of an operand, or of output blocks, with their columns;
+    `rows`: the operand's.
+    """
     all_reads = [read for text in texts for read in text.reads]
     gradients = _gradients(program, all_reads)
     slots = [g.slot for g in gradients]
@@ -72,7 +76,7 @@ def row_reads_of(
     for text, width in zip(texts, widths, strict=True):
         for read in text.reads:
             kind = column_sum(read.load)
-            unique = _one_to_one(read.slot, read.load, kind, ("c",), str(width))
+            unique = _one_to_one(read.slot, read.load, kind, ("c",), str(width), rows)
             place = slots.index(read.slot)
             reads.append(
                 SumRead(
@@ -94,10 +98,12 @@ def row_texts(blocks: BlockText, operand: str) -> tuple[RowText, ...]:
     return {"q": blocks.q_rows, "k": blocks.k_rows, "o": blocks.outputs}[operand]
 
 
-def _one_to_one(slot: int, load: Load, kind: Sum, columns: tuple[str, ...], width: str) -> str:
+def _one_to_one(
+    slot: int, load: Load, kind: Sum, columns: tuple[str, ...], width: str, rows: str = "args.M"
+) -> str:
     """C condition that rows, columns or both of a tile name elements of their own, as `kind` has it."""
     tensor = f"args.grad_captured[{slot}]"
-    row = f"one_to_one({tensor}, {axis(load, 'm', 'i')}, args.M)"
+    row = f"one_to_one({tensor}, {axis(load, 'm', 'i', 'r')}, {rows})"
     column = f"one_to_one({tensor}, {axis(load, *columns)}, {width})"
     match kind:
         case "each":

@@ -159,8 +159,8 @@ class SumRead:
 
     `index`: in `gradients[...]` of the unit's functions; `gradient`: in the kernel's targets; `kind`: see
     `score_sum` and `column_sum`; `offset`: C expression of its place; `one_to_one`: C condition that what the
-    kind takes for dimensions is not broadcast. Of a row or output block, its terms are `width`
-    columns from `start` on.
+    kind takes for dimensions is not broadcast. `extra`: in the normalizer's extra term, `weight`: in a weight
+    block. Of a row or output block, its terms are `width` columns from `start` on.
     """
 
     index: int
@@ -172,6 +172,7 @@ class SumRead:
     extra: bool = False
     start: int = 0
     width: int = 0
+    weight: bool = False
 
     @property
     def placed(self) -> bool:

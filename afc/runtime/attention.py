@@ -104,15 +104,17 @@ class Attention:
             f"Build one with `{self.module_info.command.replace('{options}', options)}`"
         )
 
-    def scalars(self, options: dict[str, Any]) -> list[int | float]:
-        """Values of the run-time scalars in signature order, checked."""
+    def scalars(self, options: dict[str, Any], traced: bool = False) -> list[int | float]:
+        """Values of the run-time scalars in signature order, checked. Of a `traced` call the ranges of floats
+        are left to the kernel: the values are not known yet.
+        """
         values: list[int | float] = []
         for scalar in self.info.scalars:
             value = options.get(scalar.name, scalar.default)
-            values.append(self.scalar(scalar, value, scalar.name in options))
+            values.append(self.scalar(scalar, value, scalar.name in options, traced))
         return values
 
-    def scalar(self, info: ScalarInfo, value: Any, given: bool) -> int | float:
+    def scalar(self, info: ScalarInfo, value: Any, given: bool, traced: bool) -> int | float:
         if value is None and not given:
             raise TypeError(f"{self.__name__}: missing argument `{info.name}` ({info.type})")
         if info.type == "bool":
@@ -123,7 +125,7 @@ class Attention:
             raise self.fail(
                 TypeError, info.name, f"{'a float' if info.type == 'float' else 'an int'}", repr(value)
             )
-        if info.positive and not value > 0:
+        if info.positive and not (traced and info.type == "float") and not value > 0:
             raise self.fail(ValueError, info.name, "a value greater than 0", repr(value))
         if info.type == "int" and not -MAX_POSITION < value < MAX_POSITION:
             raise self.fail(

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 # What the operators take besides tensors: float scalars; q_origin, k_origin, kv_len (or NO_KV_LEN) and the
-# other scalars; and int64 tensors [B] that stand for the first three where batches differ, or nothing.
-Numbers = tuple[list[float], list[Any], list[Tensor | None]]
+# other scalars; int64 tensors [B] that stand for the first three where batches differ, or nothing; and
+# float64 tensors [] on the CPU that stand for the float scalars, or nothing.
+Numbers = tuple[list[float], list[Any], list[Tensor | None], list[Tensor]]
 
 CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 STORAGE_OF: dict[torch.dtype, str] = {getattr(torch, name): name for name in STORAGES}
@@ -62,6 +63,13 @@ def _captured_view(x: Tensor, shape: tuple[int, ...]) -> tuple[int, int, tuple[i
     if x.shape != shape:
         x = x.expand(shape)
     return (x.data_ptr(), CODES[x.dtype], tuple(x.shape), tuple(x.stride()))
+
+
+def _traced(x: Any) -> Tensor:
+    """A float of a traced call as a tensor. It is made by a product because Dynamo leaves a factor open for
+    other values, while constructors and the float arguments of an operator fix it (PyTorch 2.13).
+    """
+    return torch.mul(torch.ones((), dtype=torch.float64), x)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -140,7 +148,8 @@ class TorchGlue:
         entry = self.check(q, k, v)
         captured = self.captured(q, k, v, options)
         deterministic = self.check_mode(entry, deterministic)
-        numbers = self.numbers(entry, q, k, attention.scalars(options), (q_origin, k_origin, kv_len))
+        scalars = attention.scalars(options, torch.compiler.is_compiling())
+        numbers = self.numbers(entry, q, k, scalars, (q_origin, k_origin, kv_len))
         attention.check_lse(entry, return_lse)
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captured))
         if needs_grad:
@@ -250,7 +259,9 @@ class TorchGlue:
         floats: list[Any] = []
         for info, value in zip(self.attention.info.scalars, scalars, strict=True):
             (floats if info.type == "float" else ints).append(value)
-        return floats, ints, per_batch
+        if floats and q.device.type == "cpu" and torch.compiler.is_compiling():
+            return [], ints, per_batch, [_traced(x) for x in floats]
+        return floats, ints, per_batch, []
 
     def places(
         self, entry: EntryInfo, q: Tensor, k: Tensor, places: tuple[Any, Any, Any]
@@ -307,6 +318,7 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
+        reals: list[Tensor],
         deterministic: bool,
     ) -> None:
         b, h, m, _ = q.shape
@@ -315,8 +327,8 @@ class TorchGlue:
         threads = 1 if cuda else torch.get_num_threads()
         q_origin, k_origin, kv_len, *others = ints
         values: tuple[Any, ...] = ()
-        if others or floats:
-            real, whole = iter(floats), iter(others)
+        if others or floats or reals:
+            real, whole = iter(floats or [x.item() for x in reals]), iter(others)
             kinds = (s.type for s in self.attention.info.scalars)
             values = tuple(next(real if kind == "float" else whole) for kind in kinds)
         if kv_len != NO_KV_LEN:
@@ -374,12 +386,13 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
+        reals: list[Tensor],
     ) -> tuple[Tensor, ...]:
         """o and LSE and, of an attention with output blocks, o before them."""
         entry = self.attention.entry(q.device.type, STORAGE_OF[q.dtype], q.shape[3], v.shape[3])
         if entry.target == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        results = self.fake_forward(q, k, v, captured, floats, ints, per_batch)
+        results = self.fake_forward(q, k, v, captured, floats, ints, per_batch, reals)
         o, lse, *raw = results
         tensors = (
             _view(q),
@@ -395,7 +408,7 @@ class TorchGlue:
             *map(_view, raw),
         )
         none: list[Tensor | None] = [None] * len(captured)
-        self._run(entry, False, q, k, v, tensors, captured, none, floats, ints, per_batch, False)
+        self._run(entry, False, q, k, v, tensors, captured, none, floats, ints, per_batch, reals, False)
         return results
 
     def fake_forward(
@@ -407,6 +420,7 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
+        reals: list[Tensor],
     ) -> tuple[Tensor, ...]:
         b, h, m, _ = q.shape
         o, lse = _like(q, (b, h, m, v.shape[3])), q.new_empty((b, h, m), dtype=_lse_dtype(q.dtype))
@@ -425,13 +439,14 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
+        reals: list[Tensor],
         deterministic: bool,
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Gradients; o is the output before the output blocks."""
         entry = self.attention.entry(q.device.type, STORAGE_OF[q.dtype], q.shape[3], v.shape[3])
         dq, dk, dv, _ = self.fake_backward(
-            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, deterministic, wanted
+            d_o, dlse, q, k, v, o, lse, captured, floats, ints, per_batch, reals, deterministic, wanted
         )
         gradients = [
             x.new_zeros(x.shape, dtype=lse.dtype) if want else None
@@ -452,7 +467,9 @@ class TorchGlue:
             _view(dv),
             *((_view(o),) if self.attention.info.output_blocks else ()),
         )
-        self._run(entry, True, q, k, v, tensors, captured, gradients, floats, ints, per_batch, deterministic)
+        self._run(
+            entry, True, q, k, v, tensors, captured, gradients, floats, ints, per_batch, reals, deterministic
+        )
         pairs = zip(captured, gradients, strict=True)
         return dq, dk, dv, [g.to(x.dtype) for x, g in pairs if g is not None]
 
@@ -469,6 +486,7 @@ class TorchGlue:
         floats: list[float],
         ints: list[int],
         per_batch: list[Tensor | None],
+        reals: list[Tensor],
         deterministic: bool,
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -478,7 +496,8 @@ class TorchGlue:
 
 def _define(library: Any, key: str, output_blocks: bool) -> None:
     # Ints are SymInt: a float in a schema, or an int among floats, would be compiled in, value by value.
-    common = "Tensor[] captured, float[] floats, SymInt[] ints, Tensor?[] per_batch"
+    # Traced calls on the CPU have their floats in `reals`.
+    common = "Tensor[] captured, float[] floats, SymInt[] ints, Tensor?[] per_batch, Tensor[] reals"
     results = "(Tensor, Tensor, Tensor)" if output_blocks else "(Tensor, Tensor)"
     library.define(f"{key}_forward(Tensor q, Tensor k, Tensor v, {common}) -> {results}")
     library.define(
@@ -505,10 +524,10 @@ def _autograd_function(glue: TorchGlue) -> Any:
             return_lse: bool,
             *captured: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            floats, ints, per_batch = numbers
-            o, lse, *raw = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch)
-            ctx.save_for_backward(q, k, v, raw[0] if raw else o, lse, *per_batch, *captured)
-            ctx.floats, ctx.ints, ctx.per_batch = floats, ints, len(per_batch)
+            floats, ints, per_batch, reals = numbers
+            o, lse, *raw = glue.forward_op(q, k, v, list(captured), floats, ints, per_batch, reals)
+            ctx.save_for_backward(q, k, v, raw[0] if raw else o, lse, *per_batch, *reals, *captured)
+            ctx.floats, ctx.ints, ctx.per_batch, ctx.reals = floats, ints, len(per_batch), len(reals)
             ctx.deterministic, ctx.return_lse = deterministic, return_lse
             if not return_lse:
                 ctx.mark_non_differentiable(lse)
@@ -518,7 +537,8 @@ def _autograd_function(glue: TorchGlue) -> Any:
         @once_differentiable
         def backward(ctx: Any, d_o: Tensor, dlse: Tensor) -> Any:
             q, k, v, o, lse, *others = ctx.saved_tensors
-            per_batch, captured = others[: ctx.per_batch], others[ctx.per_batch :]
+            per_batch, others = others[: ctx.per_batch], others[ctx.per_batch :]
+            reals, captured = others[: ctx.reals], others[ctx.reals :]
             wanted = list(ctx.needs_input_grad[FIXED_ARGUMENTS:])
             dq, dk, dv, gradients = glue.backward_op(
                 d_o,
@@ -532,6 +552,7 @@ def _autograd_function(glue: TorchGlue) -> Any:
                 ctx.floats,
                 ctx.ints,
                 per_batch,
+                reals,
                 ctx.deterministic,
                 wanted,
             )

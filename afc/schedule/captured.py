@@ -44,11 +44,11 @@ def column_sum(load: Load) -> Sum:
     columns read one element, `column` if the element does not depend on the row.
     """
     used = {name for index in load.indices for name in variables(index)}
-    if not used & {"m", "i"}:
+    if not used & {"m", "i", "r"}:
         return "column"
     if "c" not in used:
         return "row"
-    return "each" if axis(load, "m", "i") >= 0 and axis(load, "c") >= 0 else "gather"
+    return "each" if axis(load, "m", "i", "r") >= 0 and axis(load, "c") >= 0 else "gather"
 
 
 def _difference(expr: Expr) -> Expr:

@@ -14,6 +14,7 @@ from afc.ir.program import CapturedRead
 from afc.ir.tiled import (
     AddCaptured,
     AddCapturedExtra,
+    AddCapturedWeights,
     AddOutputs,
     Load,
     Mask,
@@ -231,14 +232,14 @@ def captured(
     if all(r.step is None for r in reads):
         rows = (Load("LSE", "lse"), Load("delta", "delta"))
         return TiledKernel(name, "captured", "queries", tile, "any", rows, None, (), extra)
-    gradient = (GRADIENT_OF_WEIGHTS, *_reweigh("dP", has_weight))
-    if has_sum:
-        weights = (*SCORES, Weights("P", "X", "LSE"), *gradient)
-        add = AddCaptured("P", "dP", "delta", "S")
-    else:
-        weights = (*WEIGHTS, *gradient, Mask("dP", 0.0))
-        add = AddCaptured("P", "dP", None, "S")
-    body = (*KEYS, *weights, add)
+    weights = (*SCORES, Weights("P", "X", "LSE")) if has_sum else WEIGHTS
+    body = (*KEYS, *weights, GRADIENT_OF_WEIGHTS)
+    if any(r.weight for r in reads):
+        body = (*body, AddCapturedWeights("P", "dP"))
+    if any(r.score for r in reads):
+        masked: tuple[TileOp, ...] = () if has_sum else (Mask("dP", 0.0),)
+        add = AddCaptured("P", "dP", "delta" if has_sum else None, "S")
+        body = (*body, *_reweigh("dP", has_weight), *masked, add)
     return TiledKernel(name, "captured", "queries", tile, "any", _rows(has_sum), Walk("keys"), body, extra)
 
 

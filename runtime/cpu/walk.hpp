@@ -43,16 +43,26 @@ template <int N, class Visit> AFC_FN void walk(const Runs<N> &runs, int tile, Vi
   for (int k = 0; k < runs.count; ++k) walk(runs.run[k], tile, visit);
 }
 
+// A compiler that makes two copies of a task, one for each loop below, contracts and vectorises each as it likes:
+// results would differ in the last bit between one thread and several.
+#if defined(__clang__)
+#define AFC_ONE_COPY __attribute__((noinline))
+#else
+#define AFC_ONE_COPY __attribute__((noinline, noclone))
+#endif
+
+template <class Task> AFC_ONE_COPY void run_task(Task &task, int64_t index, int thread) { task(index, thread); }
+
 // Calls task(index, thread) for every index below `tasks`. One thread means no OpenMP team at all: a child of
 // fork() would wait for ever for the threads of its parent's team.
 template <class Task> AFC_FN void parallel_for(int threads, int64_t tasks, Task task) {
   const int team = int(min(int64_t(threads), tasks));
   if (team <= 1) {
-    for (int64_t index = 0; index < tasks; ++index) task(index, 0);
+    for (int64_t index = 0; index < tasks; ++index) run_task(task, index, 0);
     return;
   }
 #pragma omp parallel for schedule(dynamic) num_threads(team)
-  for (int64_t index = 0; index < tasks; ++index) task(index, omp_get_thread_num());
+  for (int64_t index = 0; index < tasks; ++index) run_task(task, index, omp_get_thread_num());
 }
 
 }  // namespace afc

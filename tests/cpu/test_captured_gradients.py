@@ -201,8 +201,8 @@ def test_torch_compile_and_opcheck(module: ModuleType) -> None:
     for a, b in zip(want, found, strict=True):
         assert torch.equal(a, b)
     module.bias.prepare()
-    o, lse = module.bias.glue.forward_op(q, k, v, [bias], [], [0, 0, -1], [])
-    arguments = (torch.ones_like(o), None, q, k, v, o, lse, [bias], [], [0, 0, -1], [], False, [True])
+    o, lse = module.bias.glue.forward_op(q, k, v, [bias], [], [0, 0, -1], [], [])
+    arguments = (torch.ones_like(o), None, q, k, v, o, lse, [bias], [], [0, 0, -1], [], [], False, [True])
     detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
     torch.library.opcheck(module.bias.glue.backward_op, detached)
 

@@ -98,18 +98,26 @@ def test_formula_schedule_and_code_agree(module: Any) -> None:
         np.testing.assert_allclose(scheduled.captured[name], want.captured[name], rtol=0, atol=1e-11 * size)
 
 
-def test_the_order_of_sums_does_not_depend_on_threads(module: Any) -> None:
-    leaves = [drawn(2, 4, 131, 16), drawn(2, 2, 140, 16), drawn(2, 2, 140, 16), drawn(8)]
-    d_o, threads, results = torch.randn(2, 4, 131, 16).double(), torch.get_num_threads(), []
+@pytest.mark.parametrize("lengths", [(131, 140), (7, 9)])
+def test_results_do_not_depend_on_threads(module: Any, lengths: tuple[int, int]) -> None:
+    """Bit by bit: one thread and several run the same code, not two copies that may round differently."""
+    m, n = lengths
+    rows = [drawn(2, 4, m, 16), drawn(2, 2, n, 16), drawn(2, 2, n, 16)]
+    options = dict(
+        zip(NAMES, (drawn(4), drawn(2), drawn(1, m), drawn(2, n), drawn(), drawn(16)), strict=True)
+    )
+    f, d_o, threads, results = drawn(8), torch.randn(2, 4, m, 16).double(), torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            o = module.learned(*leaves[:3], f=leaves[3], q_origin=5)
-            results.append(torch.autograd.grad(o, leaves, d_o))
+            o, other = module.learned(*rows, f=f, q_origin=5), module.two(*rows, **options, q_origin=5)
+            found = torch.autograd.grad(o, [*rows, f], d_o)
+            found += torch.autograd.grad(other, [*rows, *options.values()], d_o)
+            results.append((o, other, *found))
     finally:
         torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
 def test_gpus_refuse_them_by_name() -> None:

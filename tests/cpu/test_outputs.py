@@ -249,7 +249,7 @@ def test_traced_checked_and_computed_again(single: ModuleType) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     glue = single.gated.glue
     q, k, v, g = (x.detach() for x in (q, k, v, g))
-    numbers: tuple[Any, ...] = ([], [0, 0, -1], [])
+    numbers: tuple[Any, ...] = ([], [0, 0, -1], [], [])
     torch.library.opcheck(glue.forward_op, (q, k, v, [g], *numbers))
     o, lse, raw = glue.forward_op(q, k, v, [g], *numbers)
     arguments = (torch.randn_like(o), None, q, k, v, raw, lse, [g], *numbers, False, [True])

@@ -151,7 +151,7 @@ def test_places_that_change_are_not_compiled_in(monkeypatch: pytest.MonkeyPatch)
 def test_opcheck_with_places() -> None:
     glue = kernel("llama").glue
     q, k, v = inputs(2, 4, 2, 17, 23, 64, 64, torch.float32)
-    numbers = ([], [3, 0, -1], [None, torch.tensor([1, 2]), torch.tensor([20, 9])])
+    numbers = ([], [3, 0, -1], [None, torch.tensor([1, 2]), torch.tensor([20, 9])], [])
     torch.library.opcheck(glue.forward_op, (q, k, v, [], *numbers))
     o, lse = glue.forward_op(q, k, v, [], *numbers)
     torch.library.opcheck(

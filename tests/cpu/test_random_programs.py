@@ -92,11 +92,37 @@ class Author:
             f"{a} * {self.number()} ** (-c)",
         )
 
+    def row(self, depth: int) -> str:
+        """Of a column x, its row and captured tensors."""
+        if depth == 0:
+            c = self.random.randrange(1, 9)
+            return self.pick(
+                "x",
+                "w[h, c]",
+                "turns[b, r]",
+                "turns[b, r + c]",
+                f"turns[b, r // {c}]",
+                "0.1 * x * c",
+                "mean(x * x)",
+                "mean(x * turns[b, r + c])",
+            )
+        a, b = self.row(depth - 1), self.row(depth - 1)
+        return self.pick(
+            f"({a} + {b})",
+            f"tanh({a}) * {b}",
+            f"({a} - mean({b}))" if "mean" not in b else f"({a} - {b})",
+            f"({a} / (1.0 + abs({b})))",
+            f"(if r % 3 == 0 then {a} else {b})",
+        )
+
     def weight(self) -> str:
         """Linear in p."""
         c = self.random.randrange(1, 9)
         return self.pick(
             f"p * ({self.number()} + spin[h])",
+            f"p * sigmoid(spin[h] * u[b, m]) + p * turns[b, n + {c}] / {c}",
+            f"if i - j < {c} then p * u[b, m] else p * turns[b, n] * turns[b, n // {c}]",
+            f"p * (1.0 + {self.number()} * tanh(turns[b, (m + n) % {c}]))",
             f"if {self.condition(1)} then p / {self.number()} else -p",
             f"p * exp(-abs(i - j) * 0.1) + (if flags[b, n] then p else 0.0) * {self.number()}",
             f"if random({c}, b, h, m // {c}, n) < 0.5 then p else 0.0",
@@ -118,7 +144,9 @@ class Author:
         )
         norm = self.pick("", "q, k = l2_norm(q, k; eps = 0.1)", "k[4:12] = l2_norm(k[4:12]; eps = 0.1)")
         row = self.pick("", f"q = row_{index}(q; w = weights)", f"q, k = row_{index}(q, k; w = weights)")
-        lines = [line for line in (known, own, other, norm, row) if line]
+        of_q = self.pick("", f"q = placed_{index}(q; w = weights, turns = qturns)")
+        of_k = self.pick("", f"k[2:12] = placed_{index}(k[2:12]; w = narrow, turns = kturns)")
+        lines = [line for line in (known, own, other, norm, row, of_q, of_k) if line]
         self.random.shuffle(lines)
         return lines
 
@@ -130,7 +158,9 @@ class Author:
         )
         weights = self.pick(*NORMALIZERS).format(scores)
         weights = self.pick(weights, f"dropout({weights}; rate = 0.3, seed = {self.random.randrange(99)})")
-        weights = self.pick(weights, f"weight_{index}({weights}; flags, spin)")
+        weighed = f"weight_{index}({weights}; flags, spin, u, turns = kturns)"
+        weights = self.pick(weights, weighed, weighed)
+        spin, qturns, kturns = (self.pick("", ": grad") for _ in range(3))
         parts = [
             f"score score_{index}(s, b, h, i, j, m; t[H]: grad, u[B, M]: grad) = {formula}",
             f"mask mask_{index}(b, h, i, j, n; flags[B, N]: bool) = {condition}",
@@ -144,9 +174,12 @@ class Author:
             f"    far = x - mean(x) * {self.number()}",
             f"    return tanh(far) * w[h, c] + x / ({self.number()} + 3.0 + mean(far * far))",
             "}",
-            f"weight weight_{index}(p, b, h, i, j, m, n; flags[B, N]: bool, spin[H]) = {self.weight()}",
+            f"row placed_{index}(x, b, c, h, r; w[Heads, D], turns[1|B, 2*L]) = {self.row(2)}",
+            f"weight weight_{index}(p, b, h, i, j, m, n; flags[B, N]: bool, spin[H], u[B, M], "
+            f"turns[1|B, 2*N]) = {self.weight()}",
             f"attention random_{index}(q, k, v; t[H]: grad, u[B, M]: grad, flags[B, N]: bool, "
-            "spin[H], qturns[1|B, 2*M], kturns[1|B, 2*N], weights[H, Dqk]: grad) {",
+            f"spin[H]{spin}, qturns[1|B, 2*M]{qturns}, kturns[1|B, 2*N]{kturns}, "
+            "weights[H, Dqk]: grad, narrow[H, 10]: grad) {",
             *(f"    {line}" for line in self.rotations(index)),
             f"    return {weights} @ v",
             "}",
@@ -179,6 +212,7 @@ def test_three_ways(tmp_path: Path) -> None:
                 "qturns": g.uniform(-3, 3, (2, 2 * m)),
                 "kturns": g.uniform(-3, 3, (1, 2 * keys)),
                 "weights": g.uniform(-1, 1, (4, HEAD)),
+                "narrow": g.uniform(-1, 1, (4, 10)),
             }
             shapes = ((2, 4, m, HEAD), (2, 2, keys, HEAD), (2, 2, keys, HEAD))
             q, k, v = (g.standard_normal(s) for s in shapes)
@@ -195,12 +229,13 @@ def test_three_ways(tmp_path: Path) -> None:
                 close(found, gradients.captured[name], f"gradient of {name} of {what}")
             inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
             options = {name: torch.from_numpy(x) for name, x in tensors.items()}
-            learned = [options[name].requires_grad_() for name in ("t", "u", "weights")]
+            names = [x.name for x in lowered.tensors if x.grad]
+            learned = [options[name].requires_grad_() for name in names]
             kernel = getattr(module, f"random_{n}")
             o = kernel(*inputs, **options, q_origin=origins[0], k_origin=origins[1])
             close(o.detach().numpy(), want.o, what)
             found = torch.autograd.grad(o, [*inputs, *learned], torch.from_numpy(do))
-            for name, x in zip(("t", "u", "weights"), found[3:], strict=True):
+            for name, x in zip(names, found[3:], strict=True):
                 want_gradient = gradients.captured.get(name, np.zeros(x.shape))
                 close(x.numpy(), want_gradient, f"gradient of {name} of {what}")
             for name, x in zip(("dq", "dk", "dv"), found[:3], strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import afc
 from tests.support.checks import EXAMPLES, inputs
@@ -24,6 +25,22 @@ def module(name: str, dtype: str = "float32", **options: Any) -> Any:
 
 def sample(requires_grad: bool = True, dtype: torch.dtype = torch.float32, m: int = 40) -> list[torch.Tensor]:
     return [x.requires_grad_(requires_grad) for x in inputs(2, 4, 2, m, m, 64, 64, dtype)]
+
+
+FLOATS = """
+score cut(s; cap: float > 0, shift: float) = cap * tanh(s / cap) + shift * s
+weight fade(p, i, j; near: float) = p * exp(-abs(i - j) / near)
+attention softly(q, k, v; cap: float > 0, w: int, near: float, shift: float) {
+    return fade(softmax(sliding_window(cut(scaled_dot_product(q, k); cap, shift); w)); near) @ v
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("floats") / "softly.attn"
+    path.write_text(FLOATS, encoding="utf-8")
+    return afc.load(path, D=64, dtype=torch.float32, backend="cpu")
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------
@@ -57,6 +74,32 @@ def test_inductor_and_dynamic_shapes() -> None:
         torch.testing.assert_close(compiled(q, k, v), kernel.mistral(q, k, v, w=9), rtol=0, atol=0)
 
 
+@pytest.mark.skipif(torch._dynamo.config.specialize_float, reason="Dynamo compiles each float in")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_floats_that_change_are_not_compiled_in(floats: Any, backend: str, dynamic: bool | None) -> None:
+    """One graph for all values or, where Dynamo has to find out, two; with gradients and a constant."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, near: float) -> torch.Tensor:
+        o: torch.Tensor = floats.softly(q, k, v, cap=cap, near=near, shift=0.25, w=7)
+        return o
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=counter)
+    rows = sample()
+    values = ((0.7, 3.0), (1.9, 2.5), (1e-3, 5.5), (2.3, 0.1), (41.0, 1e9))
+    for number, (cap, near) in enumerate(values):
+        want, got = step(*rows, cap, near), compiled(*rows, cap, near)
+        assert torch.equal(want, got)
+        do = torch.randn_like(want)
+        for a, b in zip(torch.autograd.grad(want, rows, do), torch.autograd.grad(got, rows, do), strict=True):
+            assert torch.equal(a, b)
+        assert counter.frame_count == (1 if dynamic or number == 0 else 2)
+    with pytest.raises(ValueError, match="cap: expected a number above 0"):
+        compiled(*rows, -1.0, 3.0)
+
+
 def test_first_call_may_be_inside_torch_compile(tmp_path: Path) -> None:
     """The module is imported before torch, and its first call is traced."""
     afc.compile_file(EXAMPLES / "causal.attn", tmp_path / "traced.so", afc_options(64))
@@ -86,17 +129,17 @@ def test_opcheck() -> None:
     glue = kernel.alibi_lm.glue
     q, k, v = sample(requires_grad=False)
     slope = torch.rand(4)
-    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], []))
-    o, lse = glue.forward_op(q, k, v, [slope], [], [0, 0, -1], [])
+    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], [], []))
+    o, lse = glue.forward_op(q, k, v, [slope], [], [0, 0, -1], [], [])
     saved = (torch.randn_like(o), None, q, k, v, o, lse, [slope])
-    torch.library.opcheck(glue.backward_op, (*saved, [], [0, 0, -1], [], False, [True]))
+    torch.library.opcheck(glue.backward_op, (*saved, [], [0, 0, -1], [], [], False, [True]))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_opcheck_strides(layout: str) -> None:
     glue = module("llama").llama.glue
     q, k, v = inputs(2, 4, 2, 17, 23, 64, 64, torch.float32, layout=layout)
-    torch.library.opcheck(glue.forward_op, (q, k, v, [], [], [0, 0, -1], []))
+    torch.library.opcheck(glue.forward_op, (q, k, v, [], [], [0, 0, -1], [], []))
 
 
 def test_checkpoint_deepcopy_and_autocast() -> None:

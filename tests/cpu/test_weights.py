@@ -244,11 +244,6 @@ def test_the_schedule_has_the_step_and_computes_the_formula(target: str) -> None
         ("weight f(p) = p * 2.0\nattention a(q, k, v) = softmax(f(dot(q, k))) @ v", "E0146"),
         ("weight f(p) = p * 2.0\nattention a(q, k, v) = f(softmax(dot(q, k)) @ v)", "E0146"),
         ("weight f(p) = p * 2.0\nattention a(q, k, v) = softmax(causal(f(softmax(dot(q, k))))) @ v", "E0146"),
-        (
-            "weight f(p, h; t[H]) = p * t[h]\n"
-            "attention a(q, k, v; t[H]: grad) = f(softmax(dot(q, k)); t) @ v",
-            "E0403",
-        ),
     ],
 )
 def test_what_a_weight_block_cannot_do(text: str, code: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_opcheck() -> None:
     glue = module("alibi").alibi_lm.glue
     q, k, v = sample()
     slope = torch.rand(4, device="cuda")
-    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], []))
+    torch.library.opcheck(glue.forward_op, (q, k, v, [slope], [], [0, 0, -1], [], []))
 
 
 def test_misaligned_inputs_give_the_same_numbers() -> None:

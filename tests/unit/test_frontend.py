@@ -99,8 +99,6 @@ ERRORS = {
     "E0312": "example max(1.0, 2.0) == 2.0",
     "E0313": "example rope(1.0, 0.0, 1, 0) == (0.5, 0.8)",
     "E0402": lm("return softmax(lengths(dot(q, k); len)) @ v", "len[B]: int grad"),
-    "E0403": "row f(x, r; t[L]: grad) = x * t[r]\n"
-    + lm("q = f(q; t)\nreturn softmax(dot(q, k)) @ v", "t[M]: grad"),
     "E0404": "normalizer f(s) = max(s, 0.0) / sum(max(s, 0.0))\n" + lm("return f(dot(q, k)) @ v"),
 }
 
