@@ -8,6 +8,7 @@
 #include "abi/afc_random.h"
 #include "device.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/load_if.cuh"
 #include "ptx/math.cuh"
 
 namespace afc {
@@ -90,41 +91,45 @@ AFC_FN double cos(double angle) { return cospif(half_turns(angle)); }
 template <class... Index> AFC_FN int64_t element_offset(const afc_captured &tensor, Index... index) {
   const int64_t indices[sizeof...(index) + 1] = {int64_t(index)..., 0};
   int64_t offset = 0;
+  bool inside = true;
 #pragma unroll
   for (int axis = 0; axis < int(sizeof...(index)); ++axis) {
     const int64_t position = tensor.size[axis] == 1 ? 0 : indices[axis];
-    if (position < 0 || position >= tensor.size[axis]) return -1;
+    inside &= position >= 0 && position < tensor.size[axis];
     offset += position * tensor.stride[axis];
   }
-  return offset;
+  return inside ? offset : -1;
 }
 
-template <class T> struct Outside;
-template <> struct Outside<float> { AFC_FN static float value() { return nan<float>(); } };
-template <> struct Outside<double> { AFC_FN static double value() { return nan<double>(); } };
-template <> struct Outside<int64_t> { AFC_FN static int64_t value() { return 0; } };
-template <> struct Outside<bool> { AFC_FN static bool value() { return false; } };
-
-// An element of a captured tensor as T: float or double of any float type, int64_t of int32 and int64, bool of bool.
-// The launch code has checked the type; few comparisons, so that no read becomes an indirect branch.
+// Element `at` of a captured tensor as T (float or double of any float type, int64_t of int32 and int64, bool of bool), or
+// NaN, 0, false where `at` is negative. The launch code has checked the type. No branch on it or on `at`, so that the
+// reads of several elements are on their way at once.
 template <class T> AFC_FN T read_at(const afc_captured &tensor, int64_t at) {
-  if (tensor.dtype > AFC_FLOAT32) return T(static_cast<const double *>(tensor.data)[at]);
-  if (tensor.dtype == AFC_FLOAT32) return T(static_cast<const float *>(tensor.data)[at]);
-  if (tensor.dtype == AFC_FLOAT16) return T(ptx::unpack_f16(static_cast<const uint16_t *>(tensor.data)[at]));
-  return T(ptx::unpack_bf16(static_cast<const uint16_t *>(tensor.data)[at]));
+  const bool inside = at >= 0, wide = tensor.dtype >= AFC_FLOAT32, widest = tensor.dtype == AFC_FLOAT64;
+  const int bytes = widest ? 8 : wide ? 4 : 2;
+  const unsigned char *address = static_cast<const unsigned char *>(tensor.data) + at * bytes;
+  const uint16_t first = ptx::load_u16_if(inside, address);
+  const uint32_t low = first | static_cast<uint32_t>(ptx::load_u16_if(inside && wide, address + 2)) << 16;
+  const uint32_t high = ptx::load_u32_if(inside && widest, address + 4);
+  const float narrow = wide ? __uint_as_float(low)
+                            : tensor.dtype == AFC_FLOAT16 ? ptx::unpack_f16(first) : ptx::unpack_bf16(first);
+  const T value = widest ? T(__hiloint2double(static_cast<int>(high), static_cast<int>(low))) : T(narrow);
+  return inside ? value : nan<T>();
 }
 template <> AFC_FN int64_t read_at<int64_t>(const afc_captured &tensor, int64_t at) {
-  if (tensor.dtype == AFC_INT64) return static_cast<const int64_t *>(tensor.data)[at];
-  return static_cast<const int32_t *>(tensor.data)[at];
+  const bool inside = at >= 0, wide = tensor.dtype == AFC_INT64;
+  const uint32_t *address = static_cast<const uint32_t *>(tensor.data) + (wide ? 2 * at : at);
+  const uint32_t low = ptx::load_u32_if(inside, address), high = ptx::load_u32_if(inside && wide, address + 1);
+  const uint32_t sign = wide ? high : static_cast<uint32_t>(static_cast<int32_t>(low) >> 31);
+  return static_cast<int64_t>(static_cast<uint64_t>(sign) << 32 | low);
 }
 template <> AFC_FN bool read_at<bool>(const afc_captured &tensor, int64_t at) {
-  return static_cast<const bool *>(tensor.data)[at];
+  return at >= 0 && static_cast<const bool *>(tensor.data)[at];
 }
 
 // An element of a captured tensor in the compute type; outside the tensor NaN, 0 or false.
 template <class T, class... Index> AFC_FN T read(const afc_captured &tensor, Index... index) {
-  const int64_t at = element_offset(tensor, index...);
-  return at < 0 ? Outside<T>::value() : read_at<T>(tensor, at);
+  return read_at<T>(tensor, element_offset(tensor, index...));
 }
 
 }  // namespace afc

@@ -67,15 +67,20 @@ AFC_FN void tabulate_chunk(const afc_captured &tensor, Extent *extents, int64_t 
     rest /= tensor.size[d];
   }
   const int lane = threadIdx.x % LANES;
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < CHUNK_BLOCKS * LANES / THREADS; ++step) {
     const int block = (step * THREADS + threadIdx.x) / LANES;
-    Extent found = Extent::none();
+    const int64_t first = int64_t(chunk) * EXTENT_CHUNK + block * EXTENT_BLOCK + lane;
+    T values[EXTENT_BLOCK / LANES];
 #pragma unroll
     for (int e = 0; e < EXTENT_BLOCK / LANES; ++e) {
-      const int64_t at = int64_t(chunk) * EXTENT_CHUNK + block * EXTENT_BLOCK + e * LANES + lane;
-      if (at < size) found.add(extent(read_at<T>(tensor, offset + at * stride)));
+      const int64_t at = first + e * LANES;
+      values[e] = read_at<T>(tensor, at < size ? offset + at * stride : -1);
     }
+    Extent found = Extent::none();
+#pragma unroll
+    for (int e = 0; e < EXTENT_BLOCK / LANES; ++e)
+      if (first + e * LANES < size) found.add(extent(values[e]));
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) found.add(from_lane(found, distance));
     if (lane == 0) blocks[block] = found;

@@ -264,11 +264,22 @@ AFC_FN void copy_columns(const afc_tensor &x, const afc_tensor &copy, int first_
 // Rotates float32 rows in shared memory back, in place; `pitch` floats to the next row.
 template <class R, int THREADS>
 AFC_FN void rotate_rows_back(float *rows_data, int pitch, const float *table, int rows) {
-  for (int index = threadIdx.x; index < rows * R::PAIRS; index += THREADS) {
-    const int row = index / R::PAIRS, pair = index % R::PAIRS;
-    float c[R::COEFFICIENTS];
-    load_coefficients<R>(c, table + static_cast<int64_t>(row) * R::STRIDE, pair);
-    rotate_back<R>(rows_data[row * pitch + first_column<R>(pair)], rows_data[row * pitch + second_column<R>(pair)], c);
+  constexpr int BATCH = 4;  // pairs whose coefficients are on their way at once
+  const int pairs = rows * R::PAIRS;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < pairs; first += BATCH * THREADS) {
+    float c[BATCH][R::COEFFICIENTS];
+#pragma unroll
+    for (int u = 0; u < BATCH; ++u) {
+      const int index = min(first + u * THREADS, pairs - 1);
+      load_coefficients<R>(c[u], table + static_cast<int64_t>(index / R::PAIRS) * R::STRIDE, index % R::PAIRS);
+    }
+#pragma unroll
+    for (int u = 0; u < BATCH; ++u) {
+      const int index = first + u * THREADS, pair = index % R::PAIRS;
+      float *row = rows_data + index / R::PAIRS * pitch;
+      if (index < pairs) rotate_back<R>(row[first_column<R>(pair)], row[second_column<R>(pair)], c[u]);
+    }
   }
 }
 
@@ -282,27 +293,31 @@ AFC_FN void rotate_accumulator_back(float (&acc)[ROW_BLOCKS][OCTETS][4], int fir
   constexpr int COLUMNS = R::ADJACENT ? 2 * R::PAIRS : R::PAIRS;
   static_assert(R::FIRST % 8 == 0 && COLUMNS % 8 == 0, "rotated columns must be whole octets");
   static_assert(R::ADJACENT || STEP == 1 || R::PAIRS % (16 * STEP) == 0, "the partner must belong to the same warp");
+  if (rows <= 0) return;
+  // Column, less FIRST, of the first member of the pairs of octet o; outside [0, COLUMNS) there are none.
+  const auto column_of = [=](int o) { return (first_block + o / 2 * STEP) * 16 + o % 2 * 8 - R::FIRST; };
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + r * 16 + half * 8 + fragment_row();
-      if (row >= rows) continue;
-      const float *table_row = table + static_cast<int64_t>(row) * R::STRIDE;
+      const float *table_row = table + static_cast<int64_t>(min(row, rows - 1)) * R::STRIDE;
+      float c[OCTETS - SHIFT][2][R::COEFFICIENTS];  // all of a row on their way at once
 #pragma unroll
       for (int o = 0; o + SHIFT < OCTETS; ++o) {
-        const int column = (first_block + o / 2 * STEP) * 16 + o % 2 * 8 - R::FIRST;
-        if (column < 0 || column >= COLUMNS) continue;
-        float c[R::COEFFICIENTS];
+        const int column = min(max(column_of(o), 0), COLUMNS - 8) + fragment_column();
+        load_coefficients<R>(c[o][0], table_row, R::ADJACENT ? column / 2 : column);
+        if constexpr (!R::ADJACENT) load_coefficients<R>(c[o][1], table_row, column + 1);
+      }
+#pragma unroll
+      for (int o = 0; o + SHIFT < OCTETS; ++o) {
+        if (row >= rows || column_of(o) < 0 || column_of(o) >= COLUMNS) continue;
         float *x = &acc[r][o][2 * half], *y = &acc[r][o + SHIFT][2 * half];
         if constexpr (R::ADJACENT) {
-          load_coefficients<R>(c, table_row, (column + fragment_column()) / 2);
-          rotate_back<R>(x[0], x[1], c);
+          rotate_back<R>(x[0], x[1], c[o][0]);
         } else {
-          load_coefficients<R>(c, table_row, column + fragment_column());
-          rotate_back<R>(x[0], y[0], c);
-          load_coefficients<R>(c, table_row, column + fragment_column() + 1);
-          rotate_back<R>(x[1], y[1], c);
+          rotate_back<R>(x[0], y[0], c[o][0]);
+          rotate_back<R>(x[1], y[1], c[o][1]);
         }
       }
     }

@@ -224,7 +224,7 @@ TRANSFORM_ROWS = 32  # eight lanes to a row
 ROW_TILES = (32, 16, 8, 4)  # rows of a kernel that differentiates row or output blocks, eight lanes to a row
 ROW_SHARED_BYTES = 48 * 1024  # so that two blocks fit an SM
 CLEAR_BLOCKS, CLEAR_THREADS, SUM_THREADS = 256, 256, 256
-BATCH_HEADS_PER_SHARE = 6  # (batch, head)s that share one computation of the coefficients
+BATCH_HEADS_PER_SHARE = 16  # (batch, head)s that share one computation of the coefficients
 PREPROCESS_ROWS = 32
 POSTPROCESS_ROWS, POSTPROCESS_THREADS = 32, 256
 

@@ -178,6 +178,12 @@ inline uint32_t __float_as_uint(float value) {
   return bits;
 }
 inline float __int_as_float(int bits) { return __uint_as_float(uint32_t(bits)); }
+inline double __hiloint2double(int high, int low) {
+  const uint64_t bits = uint64_t(uint32_t(high)) << 32 | uint32_t(low);
+  double value;
+  memcpy(&value, &bits, 8);
+  return value;
+}
 inline int __float_as_int(float value) { return int(__float_as_uint(value)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -567,18 +567,10 @@ AFC_FN Place place(uint32_t thread) {
 // S^T -> P^T, rounded as operand A; s becomes the factor of dP - delta in dS^T. FULL: every element is kept.
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
-                    const float *terms, int first_key, int first_query, const Item &item,
-                    const tile::Places &places, const afc_args &args) {
+                    const float *terms, const Column *columns, int first_key, int first_query,
+                    const Item &item, const tile::Places &places, const afc_args &args) {
   const int keys = places.keys, queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
-  Column columns[KEY_BLOCKS][2];
-#pragma unroll
-  for (int r = 0; r < KEY_BLOCKS; ++r)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int n = first_key + r * 16 + half * 8;
-      columns[r][half] = load_column(n, n + k_origin, item, args);
-    }
 #pragma unroll
   for (int c = 0; c < QUERY_BLOCKS * 2; ++c) {
     const float4 two_rows = *reinterpret_cast<const float4 *>(terms + c * 16);  // lse, delta, lse, delta
@@ -589,7 +581,7 @@ AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_B
       for (int e = 0; e < 4; ++e) {
         const int m = first_query + c * 8 + e % 2, n = first_key + r * 16 + e / 2 * 8;
         const int i = m + q_origin, j = n + k_origin;
-        const bool live = FULL || (n < keys && m < args.M && keep(m, n, i, j, columns[r][e / 2], item, args));
+        const bool live = FULL || (n < keys && m < args.M && keep(m, n, i, j, columns[r * 16 + e / 2 * 8], item, args));
         const float lse = e % 2 == 0 ? two_rows.x : two_rows.z;
         const float x = live ? s[r][c][e] : -tile::INFINITE;
         weight[e] = ptx::exp2_approx(fmaf(x, SCALE_LOG2, -lse));
@@ -727,8 +719,19 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const bool finite = __syncthreads_or(infinite) == 0;
     if (threadIdx.x == 0) keys_finite = finite;
   }
+  // What the step's elements read of captured tensors: each value once, by one thread.
+  __shared__ Column columns_read[TILE_N];
+  auto read_terms = [&](const tile::StoredWalk::Position &now) {
+    const Item item = load_item(args, work.batch, work.head * group + now.member);
+    const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
+    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+      const int n = work.tile * TILE_N + k;
+      columns_read[k] = load_column(n, n + k_origin, item, args);
+    }
+  };
   auto query_tile = [&](auto full, int step) {
     constexpr bool FULL = decltype(full)::value;
+    if constexpr (!FULL) read_terms(walk.position(step));
     ptx::cp_async_wait<0>();
     bool finite = true;  // Q and dO
     if constexpr (FULL) {
@@ -769,7 +772,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       if (k < D_V / 16) tile::multiply_rows_step<Element>(dp, v_blocks, shared + V_OFFSET, do_blocks, do_tile, k);
     }
     uint32_t p[QUERY_BLOCKS][KEY_BLOCKS][4];
-    weights<FULL>(p, s, terms, work.tile * TILE_N + at.key, first_query + at.query, item, places, args);
+    weights<FULL>(p, s, terms, columns_read + at.key, work.tile * TILE_N + at.key, first_query + at.query, item, places, args);
     tile::store_operand<TileP>(shared_memory + P_OFFSET, p, at.key_warp * (KEY_BLOCKS * 16), at.query_warp * QUERY_BLOCKS);
     const Item again = load_item(args, ptx::opaque(work.batch), ptx::opaque(work.head * group + now.member));
     score_gradients<FULL>(p, s, dp, terms, work.tile * TILE_N + at.key, first_query + at.query, again, places, args);
@@ -825,8 +828,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       for (int e = 0; e < 4; ++e) dk[r][c][e] *= GRADIENT_SCALE;
   unsigned char *dk_rows = tile::row_address(args.dk, work.batch, work.head, first_key);
   unsigned char *dv_rows = tile::row_address(args.dv, work.batch, work.head, first_key);
-  tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
   tile::round_to_tile<Element, TileV>(shared_memory + DV_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
+  tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
   __syncthreads();
   tile::store_rows<TileK, THREADS>(shared_memory, dk_rows, args.dk.stride[2] * 2, valid_keys);
   tile::store_rows<TileV, THREADS>(shared_memory + DV_OFFSET, dv_rows, args.dv.stride[2] * 2, valid_keys);
@@ -858,11 +861,27 @@ extern "C" __global__ void __launch_bounds__(256) bert_postprocess(const __grid_
 
   const float *sum = static_cast<const float *>(args.buffer[1]) +
                      tile::block_offset<D_QK>(batch_head, total_rows, first_row / 16, 0);
-  for (int index = threadIdx.x; index < tile::ceil_div(rows, 16) * 16 * D_QK; index += THREADS) {
-    const int block = index / tile::BLOCK_FLOATS;
-    const tile::BlockPosition position = tile::block_position(index % tile::BLOCK_FLOATS);
-    const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
-    dq[row * PITCH + column] = sum[index] * GRADIENT_SCALE;
+  const int quads = tile::ceil_div(rows, 16) * (16 * D_QK / 4);
+  constexpr int STEPS = tile::ceil_div(TILE_ROWS * D_QK / 4, THREADS);
+  float4 fours[STEPS];  // all on their way at once
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad < quads) fours[step] = reinterpret_cast<const float4 *>(sum)[quad];
+  }
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad >= quads) break;
+    const float4 &four = fours[step];
+    const float values[4] = {four.x, four.y, four.z, four.w};
+    const int block = quad / (tile::BLOCK_FLOATS / 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const tile::BlockPosition position = tile::block_position(quad % (tile::BLOCK_FLOATS / 4) * 4 + e);
+      const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
+      dq[row * PITCH + column] = values[e] * GRADIENT_SCALE;
+    }
   }
   __syncthreads();
   tile::round_rows<Element, D_QK, THREADS>(dq, PITCH, tile::row_address(args.dq, batch, head, first_row),

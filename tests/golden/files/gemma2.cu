@@ -313,6 +313,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const uint32_t q_tile = ptx::shared_address(shared_memory);
   tile::copy_rows_async<TileQ, THREADS>(q_tile, tile::row_address(args.q, work.batch, work.head, first_row),
                                         args.q.stride[2] * 2, valid_rows, threadIdx.x);
+  ptx::cp_async_commit();
+  tile::TileRotation<Element, TileQ, QRotation0, THREADS> rotation_0(QRotation0::table(args, work.batch, work.head, first_row), valid_rows);
 
   // ---- what the tiles need
   const Item item = load_item(args, work.batch, work.head);
@@ -339,14 +341,13 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     tile::copy_rows_async<TileV, THREADS>(stage + TileK::BYTES, v + first_key * v_stride, v_stride, valid_keys, thread);
   };
 
-  ptx::cp_async_commit();
   if (walk.count > 0) copy_keys(0);
   ptx::cp_async_commit();
 
   // ---- rotate Q
   ptx::cp_async_wait<1>();
   __syncthreads();
-  tile::rotate_tile<Element, TileQ, QRotation0, THREADS>(shared_memory, QRotation0::table(args, work.batch, work.head, first_row), valid_rows);
+  rotation_0.apply(shared_memory);
 
   // ---- key tiles: wait for this one, start the copy of the next, compute
   Rows rows;
@@ -652,8 +653,8 @@ AFC_FN Place place(uint32_t thread) {
 // S^T -> P^T, rounded as operand A; s becomes the factor of dP - delta in dS^T. FULL: every element is kept.
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
-                    const float *terms, int first_key, int first_query, const Item &item,
-                    const tile::Places &places, const afc_args &args) {
+                    const float *terms, int first_key, int first_query,
+                    const Item &item, const tile::Places &places, const afc_args &args) {
   const int keys = places.keys, queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
 #pragma unroll
@@ -904,10 +905,10 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       for (int e = 0; e < 4; ++e) dk[r][c][e] *= GRADIENT_SCALE;
   unsigned char *dk_rows = tile::row_address(args.dk, work.batch, work.head, first_key);
   unsigned char *dv_rows = tile::row_address(args.dv, work.batch, work.head, first_key);
+  tile::round_to_tile<Element, TileV>(shared_memory + DV_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
   tile::rotate_accumulator_back<KRotation0, COLUMN_WARPS>(
       dk, at.column_warp, KRotation0::table(args, work.batch, work.head, first_key), warp_key_row, rotated_keys);
   tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
-  tile::round_to_tile<Element, TileV>(shared_memory + DV_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
   __syncthreads();
   tile::store_rows<TileK, THREADS>(shared_memory, dk_rows, args.dk.stride[2] * 2, valid_keys);
   tile::store_rows<TileV, THREADS>(shared_memory + DV_OFFSET, dv_rows, args.dv.stride[2] * 2, valid_keys);
@@ -939,11 +940,27 @@ extern "C" __global__ void __launch_bounds__(256) gemma2_postprocess(const __gri
 
   const float *sum = static_cast<const float *>(args.buffer[5]) +
                      tile::block_offset<D_QK>(batch_head, total_rows, first_row / 16, 0);
-  for (int index = threadIdx.x; index < tile::ceil_div(rows, 16) * 16 * D_QK; index += THREADS) {
-    const int block = index / tile::BLOCK_FLOATS;
-    const tile::BlockPosition position = tile::block_position(index % tile::BLOCK_FLOATS);
-    const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
-    dq[row * PITCH + column] = sum[index] * GRADIENT_SCALE;
+  const int quads = tile::ceil_div(rows, 16) * (16 * D_QK / 4);
+  constexpr int STEPS = tile::ceil_div(TILE_ROWS * D_QK / 4, THREADS);
+  float4 fours[STEPS];  // all on their way at once
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad < quads) fours[step] = reinterpret_cast<const float4 *>(sum)[quad];
+  }
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad >= quads) break;
+    const float4 &four = fours[step];
+    const float values[4] = {four.x, four.y, four.z, four.w};
+    const int block = quad / (tile::BLOCK_FLOATS / 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const tile::BlockPosition position = tile::block_position(quad % (tile::BLOCK_FLOATS / 4) * 4 + e);
+      const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
+      dq[row * PITCH + column] = values[e] * GRADIENT_SCALE;
+    }
   }
   __syncthreads();
   tile::rotate_rows_back<QRotation0, THREADS>(dq, PITCH, QRotation0::table(args, batch, head, first_row), rows);

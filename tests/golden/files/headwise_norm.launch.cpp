@@ -178,7 +178,7 @@ extern "C" int64_t headwise_norm_cuda_bfloat16_128_128_workspace(const afc_args 
 extern "C" int headwise_norm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(HEADWISE_NORM_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
+  if (int status = launch(HEADWISE_NORM_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(HEADWISE_NORM_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
@@ -191,7 +191,7 @@ extern "C" int headwise_norm_cuda_bfloat16_128_128_backward(const afc_args *call
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {
-    if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) return status;
     if (int status = launch(HEADWISE_NORM_CLEAR, 256, 1, args)) return status;
     if (int status = launch(HEADWISE_NORM_OUTPUT, shares_of(headwise_norm_output_shares, args).blocks(), 1, args)) return status;
     args.o = args.o_raw;  // from here on the output is that before its blocks
@@ -202,7 +202,7 @@ extern "C" int headwise_norm_cuda_bfloat16_128_128_backward(const afc_args *call
     if (int status = launch(HEADWISE_NORM_OUTPUT_SUM, ceil_div(shares_of(headwise_norm_output_shares, args).largest(), 8), 2, args)) return status;
     return AFC_OK;
   }
-  if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+  if (int status = launch(HEADWISE_NORM_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(HEADWISE_NORM_CLEAR, 256, 1, args)) {

@@ -135,7 +135,7 @@ extern "C" int64_t llama_cuda_bfloat16_128_128_workspace(const afc_args *call, i
 extern "C" int llama_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(LLAMA_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
+  if (int status = launch(LLAMA_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(LLAMA_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
@@ -148,13 +148,13 @@ extern "C" int llama_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {
-    if (int status = launch(LLAMA_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(LLAMA_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) return status;
     if (int status = launch(LLAMA_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
     if (int status = launch(LLAMA_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) return status;
     if (int status = launch(LLAMA_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
     return AFC_OK;
   }
-  if (int status = launch(LLAMA_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+  if (int status = launch(LLAMA_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(LLAMA_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

@@ -139,7 +139,7 @@ extern "C" int64_t mistral_cuda_bfloat16_128_128_workspace(const afc_args *call,
 extern "C" int mistral_cuda_bfloat16_128_128_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
-  if (int status = launch(MISTRAL_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 5) / 6), args)) {
+  if (int status = launch(MISTRAL_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(MISTRAL_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
@@ -152,13 +152,13 @@ extern "C" int mistral_cuda_bfloat16_128_128_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {
-    if (int status = launch(MISTRAL_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(MISTRAL_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) return status;
     if (int status = launch(MISTRAL_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
     if (int status = launch(MISTRAL_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) return status;
     if (int status = launch(MISTRAL_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
     return AFC_OK;
   }
-  if (int status = launch(MISTRAL_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+  if (int status = launch(MISTRAL_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(MISTRAL_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

@@ -166,7 +166,7 @@ extern "C" int packed_cuda_bfloat16_128_128_forward(const afc_args *call) {
   if (int status = launch(PACKED_PLAN_KEYS_OF_128_BY_64, ((args.M + 127) / 128 * args.B + 3) / 4, 1, args)) {
     return status;
   }
-  if (int status = launch(PACKED_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+  if (int status = launch(PACKED_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(PACKED_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
@@ -182,7 +182,7 @@ extern "C" int packed_cuda_bfloat16_128_128_backward(const afc_args *call) {
     if (int status = launch(PACKED_EXTENTS, args.B * ((args.M + 8191) / 8192) + args.B * ((args.N + 8191) / 8192), 1, args)) return status;
     if (int status = launch(PACKED_PLAN_QUERIES_OF_128_BY_32, ((args.N + 127) / 128 * args.B + 3) / 4, 1, args)) return status;
     if (int status = launch(PACKED_PLAN_KEYS_OF_64_BY_32, ((args.M + 63) / 64 * args.B + 3) / 4, 1, args)) return status;
-    if (int status = launch(PACKED_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) return status;
+    if (int status = launch(PACKED_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) return status;
     if (int status = launch(PACKED_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) return status;
     if (int status = launch(PACKED_BACKWARD, (args.N + 127) / 128 * args.Hk * args.B, 1, args)) return status;
     if (int status = launch(PACKED_BACKWARD_QUERIES, (args.M + 63) / 64 * args.Hq * args.B, 1, args)) return status;
@@ -194,7 +194,7 @@ extern "C" int packed_cuda_bfloat16_128_128_backward(const afc_args *call) {
   if (int status = launch(PACKED_PLAN_QUERIES_OF_128_BY_32, ((args.N + 127) / 128 * args.B + 3) / 4, 1, args)) {
     return status;
   }
-  if (int status = launch(PACKED_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 5) / 6), args)) {
+  if (int status = launch(PACKED_ROTATE_BACKWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
     return status;
   }
   if (int status = launch(PACKED_PREPROCESS, (args.M + 31) / 32 * args.Hq * args.B, 1, args)) {

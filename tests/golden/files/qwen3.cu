@@ -818,8 +818,8 @@ AFC_FN Place place(uint32_t thread) {
 // S^T -> P^T, rounded as operand A; s becomes the factor of dP - delta in dS^T. FULL: every element is kept.
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
-                    const float *terms, int first_key, int first_query, const Item &item,
-                    const tile::Places &places, const afc_args &args) {
+                    const float *terms, int first_key, int first_query,
+                    const Item &item, const tile::Places &places, const afc_args &args) {
   const int keys = places.keys, queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
 #pragma unroll

@@ -354,8 +354,8 @@ AFC_FN Place place(uint32_t thread) {
 // S^T -> P^T, rounded as operand A; s becomes the factor of dP in dS^T. FULL: every element is kept.
 template <bool FULL>
 AFC_FN void weights(uint32_t (&p)[QUERY_BLOCKS][KEY_BLOCKS][4], float (&s)[KEY_BLOCKS][QUERY_BLOCKS * 2][4],
-                    int first_key, int first_query, const Item &item,
-                    const tile::Places &places, const afc_args &args) {
+                    int first_key, int first_query,
+                    const Item &item, const tile::Places &places, const afc_args &args) {
   const int keys = places.keys, queries = static_cast<int>(args.M);
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
 #pragma unroll
@@ -587,8 +587,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       for (int e = 0; e < 4; ++e) dk[r][c][e] *= GRADIENT_SCALE;
   unsigned char *dk_rows = tile::row_address(args.dk, work.batch, work.head, first_key);
   unsigned char *dv_rows = tile::row_address(args.dv, work.batch, work.head, first_key);
-  tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
   tile::round_to_tile<Element, TileV>(shared_memory + DV_OFFSET, dv, warp_key_row, at.column_warp, COLUMN_WARPS);
+  tile::round_to_tile<Element, TileK>(shared_memory, dk, warp_key_row, at.column_warp, COLUMN_WARPS);
   __syncthreads();
   tile::store_rows<TileK, THREADS>(shared_memory, dk_rows, args.dk.stride[2] * 2, valid_keys);
   tile::store_rows<TileV, THREADS>(shared_memory + DV_OFFSET, dv_rows, args.dv.stride[2] * 2, valid_keys);
@@ -620,11 +620,27 @@ extern "C" __global__ void __launch_bounds__(256) sigmoid_lm_postprocess(const _
 
   const float *sum = static_cast<const float *>(args.buffer[0]) +
                      tile::block_offset<D_QK>(batch_head, total_rows, first_row / 16, 0);
-  for (int index = threadIdx.x; index < tile::ceil_div(rows, 16) * 16 * D_QK; index += THREADS) {
-    const int block = index / tile::BLOCK_FLOATS;
-    const tile::BlockPosition position = tile::block_position(index % tile::BLOCK_FLOATS);
-    const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
-    dq[row * PITCH + column] = sum[index] * GRADIENT_SCALE;
+  const int quads = tile::ceil_div(rows, 16) * (16 * D_QK / 4);
+  constexpr int STEPS = tile::ceil_div(TILE_ROWS * D_QK / 4, THREADS);
+  float4 fours[STEPS];  // all on their way at once
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad < quads) fours[step] = reinterpret_cast<const float4 *>(sum)[quad];
+  }
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int quad = step * THREADS + threadIdx.x;
+    if (quad >= quads) break;
+    const float4 &four = fours[step];
+    const float values[4] = {four.x, four.y, four.z, four.w};
+    const int block = quad / (tile::BLOCK_FLOATS / 4);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const tile::BlockPosition position = tile::block_position(quad % (tile::BLOCK_FLOATS / 4) * 4 + e);
+      const int row = block / (D_QK / 16) * 16 + position.row, column = block % (D_QK / 16) * 16 + position.column;
+      dq[row * PITCH + column] = values[e] * GRADIENT_SCALE;
+    }
   }
   __syncthreads();
   tile::round_rows<Element, D_QK, THREADS>(dq, PITCH, tile::row_address(args.dq, batch, head, first_row),
