@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from afc.errors import SourceError
 from afc.expr.differentiate import NotDifferentiable, gradient
-from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, map_formula, substitute
-from afc.expr.operators import mul
+from afc.expr.nodes import Const, Expr, Formula, Op, Type, Var, const, map_formula, substitute, variables
+from afc.expr.operators import call, mul
 from afc.expr.simplify import share_calls, simplify, simplify_formula
 from afc.ir.program import Program, ScoreGradient, Step
 
 S = Var("s", Type.FLOAT)
+ELEMENT = frozenset({"s", "m", "n", "i", "j"})  # what differs between the scores of a head
 
 
 def weigh(program: Program) -> Program:
@@ -46,12 +47,15 @@ def factor(program: Program) -> Program:
     away.
 
     exp(f x - max(f x)) = exp2(f log2(e) (x - max x)) needs f > 0; folding it saves a multiplication per
-    score.
+    score. So it does in f s + a b, which is f (s + (a / f) b), where a / f is the same for all scores of a
+    head (ALiBi).
     """
     if not program.scores or not program.normalizer.exponential:
         return program
     last = program.scores[-1]
     constant, rest = _constant_factor(last.formula.result)
+    if constant == 1:
+        constant, rest = _factor_of_s(rest)
     if constant <= 0:
         return program
     scores = program.scores[:-1]
@@ -98,6 +102,21 @@ def _linear_factor(formula: Formula) -> float | None:
             return float(k)
         case _:
             return None
+
+
+def _factor_of_s(expr: Expr) -> tuple[float, Expr]:
+    """(k, s + (a / k) b) for k * s + a * b with k > 0 and an `a` that neither row nor column changes; else
+    (1, expr).
+    """
+    match expr:
+        case Op(
+            name="add" | "sub" as name, args=(Op(name="mul", args=(Const(value=k), Var(name="s"))), other)
+        ):
+            if k > 0 and isinstance(other, Op) and other.name == "mul":
+                a, b = other.args
+                if not variables(a) & ELEMENT and "s" not in variables(b):
+                    return float(k), call(name, S, mul(mul(a, const(1.0 / float(k))), b))
+    return 1.0, expr
 
 
 def _constant_factor(expr: Expr) -> tuple[float, Expr]:

@@ -65,41 +65,57 @@ struct Unit {
   }
 };
 
-// Rotates one unit from pair `pair` on. `source(column)` and `destination(column)` are addresses of 16-bit elements.
-template <class E, class R, class Source, class Destination>
-AFC_FN void rotate_unit(Source source, Destination destination, int pair, const Unit<R> &unit) {
-  if constexpr (Unit<R>::HALVES) {
-    const uint4 low = *reinterpret_cast<const uint4 *>(source(R::FIRST + pair));
-    const uint4 high = *reinterpret_cast<const uint4 *>(source(R::FIRST + R::PAIRS + pair));
-    uint32_t x[4] = {low.x, low.y, low.z, low.w}, y[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]), y0 = unpack_low<E>(y[w]), y1 = unpack_high<E>(y[w]);
-      rotate<R>(x0, y0, unit.c[2 * w]);
-      rotate<R>(x1, y1, unit.c[2 * w + 1]);
-      x[w] = E::pack(x0, x1), y[w] = E::pack(y0, y1);
+// The elements of a unit from pair `pair` on. `source(column)` and `destination(column)` are addresses of 16-bit elements.
+template <class E, class R>
+struct UnitData {
+  using U = Unit<R>;
+  uint32_t x[U::HALVES ? 8 : U::CHUNK ? 4 : 1];  // halves: first members, then second ones; else pairs
+
+  template <class Source> AFC_FN void load(Source source, int pair) {
+    if constexpr (U::HALVES) {
+      const uint4 low = *reinterpret_cast<const uint4 *>(source(R::FIRST + pair));
+      const uint4 high = *reinterpret_cast<const uint4 *>(source(R::FIRST + R::PAIRS + pair));
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    } else if constexpr (U::CHUNK) {
+      const uint4 chunk = *reinterpret_cast<const uint4 *>(source(R::FIRST + 2 * pair));
+      x[0] = chunk.x, x[1] = chunk.y, x[2] = chunk.z, x[3] = chunk.w;
+    } else {
+      const uint32_t second = *reinterpret_cast<const uint16_t *>(source(second_column<R>(pair)));
+      x[0] = *reinterpret_cast<const uint16_t *>(source(first_column<R>(pair))) | second << 16;
     }
-    *reinterpret_cast<uint4 *>(destination(R::FIRST + pair)) = {x[0], x[1], x[2], x[3]};
-    *reinterpret_cast<uint4 *>(destination(R::FIRST + R::PAIRS + pair)) = {y[0], y[1], y[2], y[3]};
-  } else if constexpr (Unit<R>::CHUNK) {
-    const uint4 chunk = *reinterpret_cast<const uint4 *>(source(R::FIRST + 2 * pair));
-    uint32_t x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]);
-      rotate<R>(x0, x1, unit.c[w]);
-      x[w] = E::pack(x0, x1);
-    }
-    *reinterpret_cast<uint4 *>(destination(R::FIRST + 2 * pair)) = {x[0], x[1], x[2], x[3]};
-  } else {
-    float x0 = E::unpack(*reinterpret_cast<const uint16_t *>(source(first_column<R>(pair))));
-    float x1 = E::unpack(*reinterpret_cast<const uint16_t *>(source(second_column<R>(pair))));
-    rotate<R>(x0, x1, unit.c[0]);
-    const uint32_t both = E::pack(x0, x1);
-    *reinterpret_cast<uint16_t *>(destination(first_column<R>(pair))) = static_cast<uint16_t>(both);
-    *reinterpret_cast<uint16_t *>(destination(second_column<R>(pair))) = static_cast<uint16_t>(both >> 16);
   }
-}
+
+  AFC_FN void turn(const U &unit) {
+    if constexpr (U::HALVES) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]), y0 = unpack_low<E>(x[w + 4]), y1 = unpack_high<E>(x[w + 4]);
+        rotate<R>(x0, y0, unit.c[2 * w]);
+        rotate<R>(x1, y1, unit.c[2 * w + 1]);
+        x[w] = E::pack(x0, x1), x[w + 4] = E::pack(y0, y1);
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < U::PAIRS; ++w) {
+        float x0 = unpack_low<E>(x[w]), x1 = unpack_high<E>(x[w]);
+        rotate<R>(x0, x1, unit.c[w]);
+        x[w] = E::pack(x0, x1);
+      }
+    }
+  }
+
+  template <class Destination> AFC_FN void store(Destination destination, int pair) const {
+    if constexpr (U::HALVES) {
+      *reinterpret_cast<uint4 *>(destination(R::FIRST + pair)) = {x[0], x[1], x[2], x[3]};
+      *reinterpret_cast<uint4 *>(destination(R::FIRST + R::PAIRS + pair)) = {x[4], x[5], x[6], x[7]};
+    } else if constexpr (U::CHUNK) {
+      *reinterpret_cast<uint4 *>(destination(R::FIRST + 2 * pair)) = {x[0], x[1], x[2], x[3]};
+    } else {
+      *reinterpret_cast<uint16_t *>(destination(first_column<R>(pair))) = static_cast<uint16_t>(x[0]);
+      *reinterpret_cast<uint16_t *>(destination(second_column<R>(pair))) = static_cast<uint16_t>(x[0] >> 16);
+    }
+  }
+};
 
 // Rotates the first `rows` rows of a tile in place. Coefficients that fit in registers are read ahead, while the tile is
 // on its way. `table` is the table row of tile row 0.
@@ -147,7 +163,10 @@ struct TileRotation {
   AFC_FN static void rotate(unsigned char *tile, int index, const Unit<R> &unit) {
     const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
     const auto address = [&](int column) { return tile + Tile::offset(row, column); };
-    rotate_unit<E, R>(address, address, pair, unit);
+    UnitData<E, R> data;
+    data.load(address, pair);
+    data.turn(unit);
+    data.store(address, pair);
   }
 };
 
@@ -219,23 +238,39 @@ AFC_FN bool keys_in_use(const afc_args &args, int first) {
   return false;
 }
 
-// Rotates rows [first_row, first_row + rows) of `members`; rows from lengths[batch] on are not there, where lengths are
-// given.
-template <class E, class R, int THREADS>
+// Rotates rows [first_row, first_row + rows) of `members`, at most ROWS; rows from lengths[batch] on are not there, where
+// lengths are given. Threads that the units of the rows leave over share the members.
+template <class E, class R, int THREADS, int ROWS>
 AFC_FN void rotate_rows(const afc_tensor &x, const afc_tensor &rotated, const float *coefficients, int first_row,
                         int rows, int heads, const Members &members, const int64_t *lengths) {
-  for (int index = threadIdx.x; index < rows * Unit<R>::PER_ROW; index += THREADS) {
+  constexpr int UNITS = ROWS * Unit<R>::PER_ROW, PARTS = UNITS < THREADS ? THREADS / UNITS : 1;
+  constexpr int TOGETHER = PARTS > 1 ? UNITS : THREADS;  // threads that work on one member
+  constexpr int BATCH = 4;                               // members whose elements are on their way at once
+  const int part = PARTS > 1 ? threadIdx.x / TOGETHER : 0;
+  if (part >= PARTS) return;
+  for (int index = threadIdx.x % TOGETHER; index < rows * Unit<R>::PER_ROW; index += TOGETHER) {
     const int row = index / Unit<R>::PER_ROW, pair = index % Unit<R>::PER_ROW * Unit<R>::PAIRS;
     Unit<R> unit;
     unit.load(coefficients + row * (R::PAIRS * R::COEFFICIENTS), pair);
-#pragma unroll 4
-    for (int batch_head = members.first; batch_head < members.end; batch_head += members.step) {
-      const int batch = batch_head / heads, head = batch_head - batch * heads;
-      if (lengths != nullptr && first_row + row >= lengths[batch]) continue;
-      const unsigned char *from = row_address(x, batch, head, first_row + row);
-      unsigned char *to = row_address(rotated, batch, head, first_row + row);
-      rotate_unit<E, R>([&](int column) { return from + column * 2; }, [&](int column) { return to + column * 2; },
-                        pair, unit);
+#pragma unroll 1
+    for (int first = members.first + part * members.step; first < members.end; first += BATCH * PARTS * members.step) {
+      UnitData<E, R> data[BATCH];
+      unsigned char *to[BATCH];  // null where there is nothing to rotate
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u) {
+        const int wanted = first + u * PARTS * members.step, batch_head = wanted < members.end ? wanted : first;
+        const int batch = batch_head / heads, head = batch_head - batch * heads;
+        const bool there = wanted < members.end && (lengths == nullptr || first_row + row < lengths[batch]);
+        to[u] = there ? row_address(rotated, batch, head, first_row + row) : nullptr;
+        const unsigned char *from = row_address(x, batch, head, first_row + row);
+        data[u].load([&](int column) { return from + column * 2; }, pair);
+      }
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u) {
+        if (to[u] == nullptr) continue;
+        data[u].turn(unit);
+        data[u].store([&](int column) { return to[u] + column * 2; }, pair);
+      }
     }
   }
 }
