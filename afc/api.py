@@ -8,6 +8,7 @@ o = kernel.llama(q, k, v)
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -32,6 +33,7 @@ from afc.build import (
     ModuleSpec,
     Settle,
     Toolchain,
+    Variant,
     build_module,
     cached_module,
     check_ptxas,
@@ -62,14 +64,38 @@ Gate = Literal["warn", "fail", "off"]
 
 @dataclass(frozen=True)
 class Unit:
-    """One attention at one (Dqk, Dv, dtype, backend): its program after the passes, its plan, its texts."""
+    """One attention at one (Dqk, Dv, dtype, backend), on GPUs for one class of them: its program after the
+    passes, its plan, its texts.
+    """
 
     program: Program
     plan: LaunchPlan
     backend: str
+    archs: tuple[str, ...]  # those of the class that the build is for
     symbol: str
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
+
+    @property
+    def configuration(self) -> str:
+        """The name of the module's entry, which units for other classes of GPUs share."""
+        return self.symbol if self.backend == "cpu" else self.symbol.removesuffix(f"_{self.plan.target}")
+
+    @property
+    def gpus(self) -> str:
+        """The unit's target and, of GPUs, what the class is and which architectures of it are built."""
+        target = self.plan.target
+        if self.backend == "cpu":
+            return target
+        return f"{target} ({', '.join(self.archs) or 'none'}: {sm80.class_text(target)})"
+
+    @property
+    def variant(self) -> Variant:
+        """The unit's functions, for the choice among those of an entry."""
+        backward = f"{self.symbol}_backward" if self.plan.backward else None
+        shared = sm80.NAMES[self.plan.target].shared_bytes
+        names = (f"{self.symbol}_forward", backward, f"{self.symbol}_workspace", f"{self.symbol}_images")
+        return Variant(*names, shared)
 
     def cuda(self, arch: Arch) -> CudaUnit:
         """The unit's GPU code, to compile for an architecture."""
@@ -78,33 +104,38 @@ class Unit:
         shared = tuple((kernel.name, kernel.binding.shared_bytes) for kernel in kernels)
         return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared)
 
-    def entry(self, archs: tuple[str, ...]) -> ModuleEntry:
-        """The row of the module's table. `archs`: what the unit's GPU code is compiled for."""
-        s = self.plan.semantics
-        description = {
-            "attention": self.program.name,
-            "target": self.backend,
-            "storage": s.storage,
-            "Dqk": s.head_qk,
-            "Dv": s.head_v,
-            "backward": bool(self.plan.backward),
-            "lse": s.has_sum,
-            "deterministic": self.plan.deterministic,
-            "archs": [] if self.device_text is None else list(archs),
-        }
-        backward = f"{self.symbol}_backward" if self.plan.backward else None
-        return ModuleEntry(
-            self.program.name,
-            json.dumps(description),
-            f"{self.symbol}_forward",
-            backward,
-            f"{self.symbol}_workspace",
-            cpu.ISA if self.backend == "cpu" else "generic",
-        )
+
+def _entry(group: tuple[Unit, ...]) -> ModuleEntry:
+    """The row of the module's table for the units of one configuration, a unit for each class of GPUs."""
+    unit, gpu = group[0], group[0].backend != "cpu"
+    s = unit.plan.semantics
+    description = {
+        "attention": unit.program.name,
+        "target": unit.backend,
+        "storage": s.storage,
+        "Dqk": s.head_qk,
+        "Dv": s.head_v,
+        "backward": bool(unit.plan.backward),
+        "lse": s.has_sum,
+        "deterministic": unit.plan.deterministic,
+        "classes": {u.plan.target: list(u.archs) for u in group} if gpu else {},
+    }
+    name = unit.configuration
+    return ModuleEntry(
+        unit.program.name,
+        json.dumps(description),
+        f"{name}_forward",
+        f"{name}_backward" if unit.plan.backward else None,
+        f"{name}_workspace",
+        "generic" if gpu else cpu.ISA,
+        tuple(u.variant for u in group) if gpu else (),
+    )
 
 
 def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
-    """Everything that a build of a file consists of, as text. Raises SourceError and UsageError."""
+    """Everything that a build of a file consists of, as text; units for several classes of GPUs side by side,
+    the best first. Raises SourceError and UsageError.
+    """
     if not checked.programs:
         raise UsageError.of(
             "E0614", f"{checked.path} declares no attention", hint="write `attention name(q, k, v) { ... }`"
@@ -123,30 +154,37 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
         for head_qk, head_v in options.heads:
             lowered = passes.run(program, {"Dqk": head_qk, "Dv": head_v, **own})
             for backend in options.backends:
-                made += [_unit(lowered, backend, s, options) for s in options.storages(backend)]
+                for storage in options.storages(backend):
+                    for target, archs in _targets(backend, options).items():
+                        plan = schedule(lowered, target, storage)
+                        made.append(_unit(lowered, plan, backend, archs, options.backward))
     return tuple(made)
 
 
-def _unit(
-    program: Program, backend: str, storage: str, options: Options, steps: tuple[int, int] = (0, 0)
-) -> Unit:
-    plan = schedule(program, _target(backend, options), storage, steps)
-    if not options.backward:
+def _unit(program: Program, plan: LaunchPlan, backend: str, archs: tuple[str, ...], backward: bool) -> Unit:
+    if not backward:
         buffers = tuple(b for b in plan.buffers if "forward" in b.passes)
         plan = replace(plan, backward=(), deterministic_backward=(), buffers=buffers)
-    symbol = f"{program.name}_{backend}_{storage}_{plan.semantics.head_qk}_{plan.semantics.head_v}"
+    s = plan.semantics
+    symbol = f"{program.name}_{backend}_{s.storage}_{s.head_qk}_{s.head_v}"
     if backend == "cpu":
-        return Unit(program, plan, backend, symbol, render_cpu(program, plan, symbol), None)
+        return Unit(program, plan, backend, archs, symbol, render_cpu(program, plan, symbol), None)
+    symbol = f"{symbol}_{plan.target}"
     host, device = render_cuda(program, plan, symbol)
-    return Unit(program, plan, backend, symbol, host, device)
+    return Unit(program, plan, backend, archs, symbol, host, device)
 
 
-def _target(backend: str, options: Options) -> str:
-    """The target of a backend: for GPUs that whose tiles fit all that the module is built for."""
+def _targets(backend: str, options: Options) -> dict[str, tuple[str, ...]]:
+    """The targets that a backend is built for, the best first, each with its part of the architectures. For
+    GPUs that is one for each class of tiles; PTX has those that fit every GPU.
+    """
     if backend == "cpu":
-        return "cpu"
-    archs = [Arch.parse(arch) for arch in options.archs]
-    return sm80.name_for([arch.virtual_capability for arch in archs if not arch.ptx])
+        return {"cpu": ()}
+    found: dict[str, list[str]] = {name: [] for name in sm80.NAMES}
+    for text in options.archs:
+        arch = Arch.parse(text)
+        found[sm80.name_for(None if arch.ptx else arch.virtual_capability)].append(text)
+    return {name: tuple(archs) for name, archs in found.items() if archs} or {sm80.SMALLEST: ()}
 
 
 def module_spec(checked: Checked, options: Options) -> ModuleSpec:
@@ -155,14 +193,15 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
 
 
 def _spec(checked: Checked, made: tuple[Unit, ...], options: Options) -> ModuleSpec:
-    archs = tuple(Arch.parse(a) for a in options.archs)
     cpp, cuda, entries = [], {}, []
-    for unit in made:
-        entry = unit.entry(options.archs)
-        cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
-        if unit.device_text is not None:
-            cuda[f"{unit.symbol}_images"] = tuple(unit.cuda(arch) for arch in archs)
+    for _, units_of in itertools.groupby(made, lambda unit: unit.configuration):
+        group = tuple(units_of)
+        entry = _entry(group)
         entries.append(entry)
+        for unit in group:
+            cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
+            if unit.device_text is not None:
+                cuda[unit.variant.images] = tuple(unit.cuda(Arch.parse(arch)) for arch in unit.archs)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
 
 
@@ -188,7 +227,7 @@ def _settler(
         first = _faults(results)
         if not any(first.values()):
             return spec, ()
-        next_units = {unit.symbol: smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        next_units = {unit.symbol: smaller(unit, first.get(unit.symbol, [])) for unit in made}
         tried = tuple(unit for unit in next_units.values() if unit is not None)
         trial = _spec(checked, tried, options)
         second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
@@ -213,7 +252,7 @@ def _faults(results: Mapping[str, tuple[CubinResult, ...]]) -> dict[str, list[Fa
     }
 
 
-def smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
+def smaller(unit: Unit, faults: list[Fault]) -> Unit | None:
     """The unit with the next smaller tile in the passes that have faults; None if there is none."""
     if not faults:
         return None
@@ -223,7 +262,8 @@ def smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
     steps = next_tiles(unit.plan, forward, bool(late & names) or ("" in names and bool(late)))
     if steps is None:
         return None
-    return _unit(unit.program, unit.backend, unit.plan.semantics.storage, options, steps)
+    plan = schedule(unit.program, unit.plan.target, unit.plan.semantics.storage, steps)
+    return _unit(unit.program, plan, unit.backend, unit.archs, bool(late))
 
 
 def kernel_figures(checked: Checked, options: Options) -> list[str]:
@@ -236,11 +276,13 @@ def kernel_figures(checked: Checked, options: Options) -> list[str]:
     first = _spec(checked, made, options)
     settle = _settler(checked, options, made, toolchain, cache, python=False)
     spec, notes = settle(first, compile_cubins(first, toolchain, cache, python=False))
-    lines = []
-    for results in compile_cubins(spec, toolchain, cache, python=False).values():
+    lines: list[str] = []
+    gpus = {unit.variant.images: unit.gpus for unit in made if unit.device_text is not None}
+    for table, results in compile_cubins(spec, toolchain, cache, python=False).items():
+        lines.append(f"  tiles of {gpus[table]}:")
         for result in results:
             lines += [
-                f"  {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
+                f"    {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
                 f"{k.stack_bytes} of stack, {k.shared_bytes + k.dynamic_bytes} of shared memory, "
                 f"{k.code_bytes} of code"
                 for k in result.kernels
@@ -546,20 +588,22 @@ def emit_code(
     *,
     cuda_compiler: str | None = None,
     gate: Gate = "warn",
-) -> tuple[bytes, tuple[Diagnostic, ...]]:
+) -> tuple[bytes, str, tuple[Diagnostic, ...]]:
     """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
-    cupy.RawModule loads, or `ptx`; and the gate's warnings. Each kernel's one parameter is an afc_args by
-    value. The tiles are those of the plan, whatever the gate says: whoever launches the kernels has to know.
+    cupy.RawModule loads, or `ptx`; the GPUs that its tiles are for, in words; and the gate's warnings. Each
+    kernel's one parameter is an afc_args by value. The tiles are those of the plan, whatever the gate says:
+    whoever launches the kernels has to know.
 
     Raises SourceError, UsageError E0626, ToolchainError.
     """
     made = units(check_file(path), replace(options, backends=("cuda",)))
     archs = options.archs
-    if len(made) != 1 or len(archs) != 1:
+    configurations = len({unit.configuration for unit in made})
+    if configurations != 1 or len(archs) != 1:
         raise UsageError.of(
             "E0626",
             f"--emit {form} gives the code of one attention, head size, dtype and architecture; "
-            f"here are {len(made)} configuration(s) for {', '.join(archs)}",
+            f"here are {configurations} configuration(s) for {', '.join(archs)}",
             hint="for example: -D D=64 --dtype bf16 --arch sm_90",
         )
     arch = Arch.parse(archs[0])
@@ -571,12 +615,12 @@ def emit_code(
     if gate == "fail":
         check_ptxas(result)
     faults = ptxas_faults(result) if gate == "warn" else []
-    return result.cubin, tuple(_gate_notes(made[0], faults, faults))
+    return result.cubin, made[0].gpus, tuple(_gate_notes(made[0], faults, faults))
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:
     """Text of a stage: `ast` (the file's syntax tree), `program` (after all passes), `plan`, `tiled`, `cpp`
-    (CPU code), `cu` (CUDA), `launch`.
+    (CPU code), `cu` (CUDA), `launch`. From `plan` on there is a text for each class of GPUs, which it names.
     """
     checked = check_file(path)
     if stage == "ast":
@@ -584,10 +628,11 @@ def emit(path: str | Path, stage: str, options: Options) -> str:
     if stage in ("program", "plan", "tiled"):
         from afc.ir.printer import print_plan, print_program
 
-        parts = []
-        for unit in units(checked, options):
-            parts.append(print_program(unit.program) if stage == "program" else print_plan(unit.plan, stage))
-        return "\n".join(parts)
+        made = units(checked, options)
+        if stage == "program":
+            programs = {unit.configuration: unit.program for unit in made}
+            return "\n".join(map(print_program, programs.values()))
+        return "\n".join(print_plan(unit.plan, stage) for unit in made)
     wanted = {"cpp": "cpu", "cu": "cuda", "launch": "cuda"}
     if stage not in wanted:
         raise UsageError.of(

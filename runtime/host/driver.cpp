@@ -247,11 +247,35 @@ std::string image_names(const afc_gpu_images &images) {
   return names.empty() ? "none" : names;
 }
 
-int fail_no_image(const afc_gpu_images &images, const DeviceState &device) {
+int fail_no_image(const std::string &held, const DeviceState &device) {
   return afc_fail(
       AFC_NO_KERNEL_FOR_DEVICE,
       "no kernel for this device: %s is sm_%d, the module holds %s; build it with 'afc compile --arch sm_%d'",
-      device.name, device.facts.arch, image_names(images).c_str(), device.facts.arch);
+      device.name, device.facts.arch, held.c_str(), device.facts.arch);
+}
+
+// Index of the variant for a device, or -1: the first with machine code, else the first with PTX. `within`: only
+// of classes that the device belongs to; otherwise of all, and then the last, which asks for least.
+int choose_variant(const afc_gpu_variant *variants, int count, const afc_gpu_device &device, bool within) {
+  int chosen = -1;
+  const afc_gpu_image *best = nullptr;
+  for (int i = 0; i < count; ++i) {
+    if (within && variants[i].shared_bytes > device.shared_bytes) continue;
+    const afc_gpu_image *image = choose_image(*variants[i].images, device.arch);
+    if (image == nullptr) continue;
+    const bool better_form = best == nullptr || (best->ptx && !image->ptx);
+    if (better_form || (!within && best->ptx == image->ptx)) {
+      best = image;
+      chosen = i;
+    }
+  }
+  return chosen;
+}
+
+std::string variant_names(const afc_gpu_variant *variants, int count) {
+  std::string names;
+  for (int i = 0; i < count; ++i) names += (i > 0 ? ", " : "") + image_names(*variants[i].images);
+  return names;
 }
 
 // The driver refuses an image. Machine code runs on an older driver of the same major version, PTX does not.
@@ -328,7 +352,7 @@ namespace {
 
 int image_for_device_locked(afc_gpu_module *module, const DeviceState &device, const LoadedImage **out) {
   const afc_gpu_image *image = choose_image(*module->images, device.facts.arch);
-  if (image == nullptr) return fail_no_image(*module->images, device);
+  if (image == nullptr) return fail_no_image(image_names(*module->images), device);
   for (const auto &loaded : module->state->images) {
     if (loaded->image == image) {
       *out = loaded.get();
@@ -404,6 +428,14 @@ int afc_gpu_launch(afc_gpu_module *module, int kernel_index, unsigned x, unsigne
   const Result result =
       api.launch(&config, reinterpret_cast<Function>(loaded->kernels[kernel_index]), parameters, nullptr);
   return result == kSuccess ? AFC_OK : fail_launch(kernel, config, args->device, result);
+}
+
+int afc_gpu_choose(const afc_gpu_variant *variants, int count, int ordinal, int *chosen) {
+  const DeviceState *device = nullptr;
+  if (int status = find_device(ordinal, &device)) return status;
+  *chosen = choose_variant(variants, count, device->facts, true);
+  if (*chosen < 0) *chosen = choose_variant(variants, count, device->facts, false);
+  return *chosen < 0 ? fail_no_image(variant_names(variants, count), *device) : AFC_OK;
 }
 
 int afc_gpu_query(int device, afc_gpu_device *out) {
