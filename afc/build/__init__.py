@@ -125,9 +125,11 @@ class BuildReport:
 
 
 def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
-    """In the order of starting compilers: host sources, CUDA units by image table, the module's C++ units."""
+    """In the order of starting compilers, those that take longest first: CUDA units by image table, host
+    sources, the module's C++ units.
+    """
     cuda = [unit for group in spec.cuda.values() for unit in group]
-    return [*host_units(python=python, gpu=bool(cuda)), *cuda, *spec.cpp]
+    return [*cuda, *host_units(python=python, gpu=bool(cuda)), *spec.cpp]
 
 
 def _compile_all(

@@ -26,6 +26,7 @@ from afc.build.compile import COMPILE_SECONDS, CppUnit, CubinResult, compile_cpp
 from afc.build.toolchain import Arch, Toolchain, find_python_headers
 from afc.errors import Diagnostic, ToolchainError, UsageError
 
+HOST_FLAGS = ("-O1",)  # of a first build they take a share, of a call next to nothing
 EXPORTED_SYMBOLS = ("afc_abi_version", "afc_describe", "afc_last_error")
 
 LINK_FLAGS = (
@@ -402,19 +403,14 @@ def host_units(*, python: bool, gpu: bool) -> list[CppUnit]:
     folder = paths.runtime() / "host"
     names = ["status", *(["driver"] if gpu else [])]
     units = [
-        CppUnit(name, (folder / f"{name}.cpp").read_text(encoding="utf-8"), isa="generic") for name in names
+        CppUnit(name, (folder / f"{name}.cpp").read_text(encoding="utf-8"), "generic", flags=HOST_FLAGS)
+        for name in names
     ]
     if python:
         headers = find_python_headers()
         text = (folder / "module.cpp").read_text(encoding="utf-8")
-        include_dirs = headers.include_dirs
-        # first, and with little optimisation: it takes longer than all the rest of a first build, and no call
-        # spends time in it
-        flags = ("-O1",)
-        units.insert(
-            0,
-            CppUnit("module", text, "generic", include_dirs=include_dirs, flags=flags, salt=headers.identity),
-        )
+        folders, salt = headers.include_dirs, headers.identity
+        units.append(CppUnit("module", text, "generic", folders, HOST_FLAGS, salt))
     return units
 
 

@@ -254,8 +254,8 @@ int fail_no_image(const std::string &held, const DeviceState &device) {
       device.name, device.facts.arch, held.c_str(), device.facts.arch);
 }
 
-// Index of the variant for a device, or -1: the first with machine code, else the first with PTX. `within`: only
-// of classes that the device belongs to; otherwise of all, and then the last, which asks for least.
+// Index of the variant for a device, or -1: the first with machine code, else the first with PTX. `within`:
+// only of classes that the device belongs to; otherwise of all, and then the last, which asks for least.
 int choose_variant(const afc_gpu_variant *variants, int count, const afc_gpu_device &device, bool within) {
   int chosen = -1;
   const afc_gpu_image *best = nullptr;

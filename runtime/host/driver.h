@@ -71,9 +71,10 @@ extern "C" {
 int afc_gpu_launch(afc_gpu_module *module, int kernel_index, unsigned x, unsigned y, unsigned z,
                    const afc_args *args, int dependent_launch);
 
-// Finds the variant for a device ordinal: the first (they are in order, the best first) whose class the device
-// belongs to and which has machine code that runs there, else the first with PTX for it. Where there is none, one
-// that runs if its kernels need less than their class may: the launch says if they do not. Returns a status.
+// Finds the variant for a device ordinal: the first (they are in order, the best first) whose class the
+// device belongs to and which has machine code that runs there, else the first with PTX for it. Where there
+// is none, one that runs if its kernels need less than their class may: the launch says if they do not.
+// Returns a status.
 int afc_gpu_choose(const afc_gpu_variant *variants, int count, int device, int *chosen);
 
 // Fills `out` for a device ordinal; returns a status.
