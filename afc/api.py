@@ -68,6 +68,7 @@ class Unit:
     symbol: str
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
+    passes: tuple[tuple[str, str], ...] = ()  # the CUDA text of each, by name
 
     @property
     def configuration(self) -> str:
@@ -95,7 +96,7 @@ class Unit:
         assert self.device_text is not None
         kernels = [launch.kernel for launch in self.plan.launches]
         shared = tuple((kernel.name, kernel.binding.shared_bytes) for kernel in kernels)
-        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared)
+        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared, parts=self.passes)
 
 
 def _entry(group: tuple[Unit, ...]) -> ModuleEntry:
@@ -163,8 +164,8 @@ def _unit(program: Program, plan: LaunchPlan, backend: str, archs: tuple[str, ..
     if backend == "cpu":
         return Unit(program, plan, backend, archs, symbol, render_cpu(program, plan, symbol), None)
     symbol = f"{symbol}_{plan.target}"
-    host, device = render_cuda(program, plan, symbol)
-    return Unit(program, plan, backend, archs, symbol, host, device)
+    texts = render_cuda(program, plan, symbol)
+    return Unit(program, plan, backend, archs, symbol, texts.host, texts.device, texts.passes)
 
 
 def _targets(backend: str, options: Options) -> dict[str, tuple[str, ...]]:

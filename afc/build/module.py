@@ -39,7 +39,8 @@ class ModuleSpec:
 
     `cpp` are the texts of the CPU target and of launch code; `cuda` maps the C symbol of an image table
     (declared by the launch code as `extern "C" const afc_gpu_images <symbol>;`) to the units in it, one per
-    architecture. `metadata` and the entries' descriptions are JSON.
+    architecture, which are compiled in parts where they have some. `metadata` and the entries' descriptions
+    are JSON.
     """
 
     entries: tuple[ModuleEntry, ...]
@@ -65,7 +66,7 @@ def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
     """In the order of starting compilers, those that take longest first: CUDA units by image table, host
     sources, the module's C++ units.
     """
-    cuda = [unit for group in spec.cuda.values() for unit in group]
+    cuda = [part for group in spec.cuda.values() for unit in group for part in unit.split()]
     return [*cuda, *host_units(python=python, gpu=bool(cuda)), *spec.cpp]
 
 
@@ -91,7 +92,10 @@ def compile_cubins(
 
 def _by_table(spec: ModuleSpec, cubins: list[CubinResult]) -> dict[str, tuple[CubinResult, ...]]:
     remaining = iter(cubins)
-    return {symbol: tuple(next(remaining) for _ in group) for symbol, group in spec.cuda.items()}
+    return {
+        symbol: tuple(next(remaining) for unit in group for _ in unit.split())
+        for symbol, group in spec.cuda.items()
+    }
 
 
 def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:

@@ -35,8 +35,8 @@ struct DeviceState {
 
 // Kernels of one image, in the order of afc_gpu_module.kernels.
 struct LoadedImage {
-  const afc_gpu_image *image;
-  Library library;
+  const afc_gpu_image *image;      // its first part
+  std::vector<Library> libraries;  // a part each
   std::vector<Kernel> kernels;
 };
 
@@ -238,9 +238,18 @@ std::string image_name(const afc_gpu_image &image) {
   return name;
 }
 
+// Whether two images are parts of one.
+bool same_image(const afc_gpu_image &one, const afc_gpu_image &other) {
+  return one.ptx == other.ptx && one.arch == other.arch && one.virtual_arch == other.virtual_arch &&
+         one.suffix == other.suffix;
+}
+
 std::string image_names(const afc_gpu_images &images) {
   std::string names;
   for (int i = 0; i < images.count; ++i) {
+    bool named = false;
+    for (int j = 0; j < i; ++j) named = named || same_image(images.first[i], images.first[j]);
+    if (named) continue;
     if (i > 0) names += ", ";
     names += image_name(images.first[i]);
   }
@@ -299,18 +308,32 @@ int fail_load(const afc_gpu_image &image, const DeviceState &device, Result resu
   return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
 }
 
+int find_kernel(const LoadedImage &loaded, const char *symbol, Kernel *out) {
+  Result result = kNotFound;
+  for (Library library : loaded.libraries) {
+    result = api.library_kernel(out, library, symbol);
+    if (result == kSuccess) return AFC_OK;
+    if (result != kNotFound) break;
+  }
+  const std::string what = std::string("kernel ") + symbol;
+  return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
+}
+
 int load_image(const afc_gpu_module &module, const afc_gpu_image &image, const DeviceState &device,
                LoadedImage *out) {
   out->image = &image;
-  Result result = api.library_load(&out->library, image.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result != kSuccess) return fail_load(image, device, result);
+  for (int i = 0; i < module.images->count; ++i) {
+    const afc_gpu_image &part = module.images->first[i];
+    if (!same_image(part, image)) continue;
+    Library library = nullptr;
+    const Result result =
+        api.library_load(&library, part.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (result != kSuccess) return fail_load(part, device, result);
+    out->libraries.push_back(library);
+  }
   out->kernels.resize(module.kernel_count);
   for (int i = 0; i < module.kernel_count; ++i) {
-    result = api.library_kernel(&out->kernels[i], out->library, module.kernels[i].symbol);
-    if (result != kSuccess) {
-      const std::string what = std::string("kernel ") + module.kernels[i].symbol;
-      return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
-    }
+    if (int status = find_kernel(*out, module.kernels[i].symbol, &out->kernels[i])) return status;
   }
   return AFC_OK;
 }

@@ -15,7 +15,8 @@
 
 #include "abi/afc_abi.h"
 
-// One compiled image. `arch` is ten times the compute capability that the code was made for, `virtual_arch`
+// One compiled image, or a part of one: those of a table that are equal in all but their code hold the kernels
+// together. `arch` is ten times the compute capability that the code was made for, `virtual_arch`
 // that of the features it uses (compute_86 built for sm_90: arch 90, virtual_arch 86).
 struct afc_gpu_image {
   int arch;

@@ -536,7 +536,7 @@ API cuLibraryLoadData(Library *out, const void *code, int *, void **, unsigned, 
 }
 API cuLibraryGetKernel(Kernel *out, Library library, const char *name) {
   *out = (Kernel)library;
-  return strcmp(name, "triple") ? 500 : 0;
+  return strcmp(name, "triple") || strstr(names[(long)library], "other") ? kNotFound : 0;
 }
 API cuKernelSetAttribute(int attribute, int value, Kernel, Device device) {
   note("shared", value, device);
@@ -732,8 +732,9 @@ def of_classes(
             text += f'extern "C" int64_t triple_{name}_workspace(const afc_args *, int) {{ return 0; }}\n'
             objects.append(compile_cpp(CppUnit(name, text, isa="generic"), toolchain, cache).data)
             images[f"triple_{name}_images"] = tuple(
-                Image(arch, f"{'ptx' if arch.ptx else name}-{arch}\0".encode(), 13000)
+                Image(arch, f"{'ptx' if arch.ptx else name}{part}-{arch}\0".encode(), 13000)
                 for arch in map(Arch.parse, archs.split())
+                for part in ("-other", "")  # the kernel is in the second part of each
             )
         entry = replace(TRIPLE, workspace="triple_workspace", variants=(variant("wide"), variant("small")))
         folder = tmp_path_factory.mktemp("classes")
@@ -852,6 +853,7 @@ SAME(kInvalidImage, CUDA_ERROR_INVALID_IMAGE);
 SAME(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
 SAME(kInvalidPtx, CUDA_ERROR_INVALID_PTX);
 SAME(kUnsupportedPtxVersion, CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
+SAME(kNotFound, CUDA_ERROR_NOT_FOUND);
 SAME(kNotInitialized, CUDA_ERROR_NOT_INITIALIZED);
 SAME(kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(kCapabilityMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

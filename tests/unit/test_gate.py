@@ -19,7 +19,7 @@ from afc.build import (
     compile_cubin,
     ptxas_faults,
 )
-from afc.build.compile import code_sizes
+from afc.build.compile import code_sizes, run_parallel
 from afc.errors import ToolchainError
 from afc.frontend import check_file
 from afc.options import Options
@@ -96,6 +96,26 @@ def test_a_kernel_that_spills_with_both_tiles_is_built_with_a_warning(
         api.compile_file(CAUSAL, tmp_path / "strict.so", OPTIONS, python=False, gate="fail")
     assert not (tmp_path / "strict.so").exists()
     assert api.compile_file(CAUSAL, tmp_path / "off.so", OPTIONS, python=False, gate="off").notes == ()
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("name", "head"), [("llama", 64), ("packed", 128)])
+def test_passes_that_are_compiled_apart_have_the_same_code(
+    toolchain: Toolchain, name: str, head: int, tmp_path: Path
+) -> None:
+    """So the record of whole units (tests/golden/manifest.json) holds for modules, whose units have parts."""
+    options = Options(("cuda",), ((head, head),), archs=("sm_90",))
+    (unit,) = api.units(check_file(ROOT / "examples" / f"{name}.attn"), options)
+    whole = unit.cuda(Arch.parse("sm_90"))
+    assert [part.name.rpartition("_")[2] for part in whole.split()] == ["forward", "backward"]
+    first, *parts = run_parallel(
+        lambda one: compile_cubin(one, toolchain, Cache(tmp_path)), [replace(whole, parts=()), *whole.split()]
+    )
+    assert first.kernels and sorted(first.kernels, key=lambda k: k.name) == sorted(
+        (kernel for part in parts for kernel in part.kernels), key=lambda k: k.name
+    )
+    early = {launch.kernel.name for launch in unit.plan.forward}
+    assert {kernel.name for kernel in parts[0].kernels} == early
 
 
 def test_each_pass_has_its_own_next_tile() -> None:
