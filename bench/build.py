@@ -3,7 +3,8 @@
 
 Seconds of time and of processors for one variant (forward and backward, one architecture): the first build
 of a machine, with an empty cache; the next, with the host objects there; and `afc.load` of what is built, in
-a process of its own. Needs a CUDA compiler, no GPU. `busy`: processors that others used right before.
+a process of its own. Needs a CUDA compiler, no GPU. `others` are the seconds of processors that the rest of
+the machine took meanwhile: a round counts as quiet below a tenth of a processor, and medians are of those.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bench import machine
 from bench.sampler import NoSampler
 
 PROGRAM = machine.REPOSITORY / "examples" / "llama.attn"
+HERTZ = os.sysconf("SC_CLK_TCK")
 VARIANT = ("--backend", "cuda", "--arch", "sm_90", "-D", "D=64")
 LOAD = """
 import sys, time
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
     given = parser.parse_args()
     rounds = [one_round(given.patience) for _ in range(given.rounds)]
+    quiet = {name: [r[name] for r in rounds if is_quiet(r[name])] for name in rounds[0]}
     result = {
         "schema": "afc-build-1",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -54,14 +57,18 @@ def main() -> int:
         "machine": machine.machine(torch.device("cpu"), NoSampler("a compiler")),
         "processors": len(os.sched_getaffinity(0)),
         "versions": machine.versions(),
-        "median": {
-            name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
-            for name in rounds[0]
+        "median of quiet rounds": {
+            name: {
+                "rounds": len(found),
+                **{key: statistics.median(r[key] for r in found) for key in found[0]},
+            }
+            for name, found in quiet.items()
+            if found
         },
         "rounds": rounds,
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["median"], indent=1))
+    print(json.dumps(result["median of quiet rounds"], indent=1))
     return 0
 
 
@@ -87,6 +94,11 @@ def one_round(patience: float) -> dict[str, dict[str, float]]:
         return found
 
 
+def is_quiet(measured: dict[str, float]) -> bool:
+    """Whether others left the processors alone."""
+    return measured.get("others", 0.0) < 0.1 * measured["wall"]
+
+
 def run(command: Sequence[str], environ: dict[str, str]) -> str:
     """Output of a command."""
     done = subprocess.run(
@@ -97,10 +109,12 @@ def run(command: Sequence[str], environ: dict[str, str]) -> str:
 
 def timed(call: Callable[[], Any], patience: float) -> dict[str, float]:
     """Seconds that a call takes, and seconds of processors of the processes that it starts."""
-    busy = wait(patience)
-    start, before = time.perf_counter(), children()
+    wait(patience)
+    start, before, clock = time.perf_counter(), children(), ticks()
     call()
-    return {"wall": time.perf_counter() - start, "processors": children() - before, "busy": busy}
+    wall, used = time.perf_counter() - start, children() - before
+    idle, total = (b - a for a, b in zip(clock, ticks(), strict=True))
+    return {"wall": wall, "processors": used, "others": max(0.0, (total - idle) / HERTZ - used)}
 
 
 def children() -> float:
@@ -109,8 +123,8 @@ def children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def wait(patience: float) -> float:
-    """Waits for others to leave the processors alone; returns how many they used in the last second."""
+def wait(patience: float) -> None:
+    """Waits for others to leave the processors alone."""
     end = time.monotonic() + patience
     while True:
         before = ticks()
@@ -118,7 +132,7 @@ def wait(patience: float) -> float:
         idle, total = (b - a for a, b in zip(before, ticks(), strict=True))
         busy = (os.cpu_count() or 1) * (1 - idle / max(total, 1))
         if busy < 0.1 or time.monotonic() > end:
-            return busy
+            return
 
 
 def ticks() -> tuple[int, int]:
