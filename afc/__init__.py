@@ -3,7 +3,11 @@
 
     errors, options  ->  expr (scalar formulas)  ->  ir (Program, MaskPlan, TiledKernel, LaunchPlan)
         ->  frontend, passes, masks, schedule, reference, render  ->  api, cli
-    build (toolchain, cache, artefact) and runtime (calls from Python) see text and files, never IR.
+    build (toolchain, cache, artefact) and runtime (calls from Python) see text and files, never IR; `loading`
+    is on top of both, and calls the api only where something has to be built.
+
+    kernel = afc.load("llama.attn", D=64, dtype=torch.bfloat16)      # compiled once, cached
+    o = kernel.llama(q, k, v)
 
 `docs/architecture.md` is the map.
 """
@@ -13,9 +17,10 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from afc.api import compile_file, load, prepare
+    from afc.api import compile_file
     from afc.errors import AfcError, SourceError, ToolchainError, UsageError
     from afc.frontend import check_file
+    from afc.loading import load, prepare
 
 __all__ = [
     "AfcError",
@@ -30,8 +35,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "load": "afc.api",
-    "prepare": "afc.api",
+    "load": "afc.loading",
+    "prepare": "afc.loading",
     "compile_file": "afc.api",
     "check_file": "afc.frontend",
     "AfcError": "afc.errors",

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From Python: check, emit, compile, load.
-
-kernel = afc.load("llama.attn", D=64, dtype=torch.bfloat16)      # compiled once, cached
-o = kernel.llama(q, k, v)
-"""
+"""The whole compiler in single calls: check, emit, compile."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from afc import options as opt
 from afc import passes
 from afc.build import (
     Arch,
@@ -32,6 +26,7 @@ from afc.build import (
     ModuleSpec,
     Settle,
     Toolchain,
+    Variant,
     build_module,
     cached_module,
     check_ptxas,
@@ -41,6 +36,7 @@ from afc.build import (
     ptxas_faults,
 )
 from afc.build.artifact import check_destination, module_stem, write_file
+from afc.build.index import remember
 from afc.errors import Diagnostic, UsageError, render
 from afc.expr.nodes import Const, Expr, Op, Var
 from afc.frontend import Checked, check_file
@@ -53,7 +49,6 @@ from afc.options import Options
 from afc.render.cpu import render_cpu
 from afc.render.cuda import render_cuda
 from afc.runtime.describe import ABI_VERSION
-from afc.runtime.loading import import_module
 from afc.schedule.plan import next_tiles, schedule
 from afc.schedule.targets import cpu, sm80
 
@@ -62,49 +57,79 @@ Gate = Literal["warn", "fail", "off"]
 
 @dataclass(frozen=True)
 class Unit:
-    """One attention at one (Dqk, Dv, dtype, backend): its program after the passes, its plan, its texts."""
+    """One attention at one (Dqk, Dv, dtype, backend), on GPUs for one class of them: its program after the
+    passes, its plan, its texts.
+    """
 
     program: Program
     plan: LaunchPlan
     backend: str
+    archs: tuple[str, ...]  # those of the class that the build is for
     symbol: str
     host_text: str  # C++: the CPU code, or the launch code of the GPU kernels
     device_text: str | None  # CUDA
+    passes: tuple[tuple[str, str], ...] = ()  # the CUDA text of each, by name
+
+    @property
+    def configuration(self) -> str:
+        """The name of the module's entry, which units for other classes of GPUs share."""
+        return self.symbol if self.backend == "cpu" else self.symbol.removesuffix(f"_{self.plan.target}")
+
+    @property
+    def gpus(self) -> str:
+        """The unit's target and, of GPUs, what the class is and which architectures of it are built."""
+        target = self.plan.target
+        if self.backend == "cpu":
+            return target
+        return f"{target} ({', '.join(self.archs) or 'none'}: {sm80.class_text(target)})"
+
+    @property
+    def variant(self) -> Variant:
+        """The unit's functions, for the choice among those of an entry."""
+        backward = f"{self.symbol}_backward" if self.plan.backward else None
+        shared = sm80.NAMES[self.plan.target].shared_bytes
+        names = (f"{self.symbol}_forward", backward, f"{self.symbol}_workspace", f"{self.symbol}_images")
+        return Variant(*names, shared)
 
     def cuda(self, arch: Arch) -> CudaUnit:
         """The unit's GPU code, to compile for an architecture."""
         assert self.device_text is not None
         kernels = [launch.kernel for launch in self.plan.launches]
         shared = tuple((kernel.name, kernel.binding.shared_bytes) for kernel in kernels)
-        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared)
+        return CudaUnit(self.symbol, self.device_text, arch, dynamic_shared=shared, parts=self.passes)
 
-    def entry(self, archs: tuple[str, ...]) -> ModuleEntry:
-        """The row of the module's table. `archs`: what the unit's GPU code is compiled for."""
-        s = self.plan.semantics
-        description = {
-            "attention": self.program.name,
-            "target": self.backend,
-            "storage": s.storage,
-            "Dqk": s.head_qk,
-            "Dv": s.head_v,
-            "backward": bool(self.plan.backward),
-            "lse": s.has_sum,
-            "deterministic": self.plan.deterministic,
-            "archs": [] if self.device_text is None else list(archs),
-        }
-        backward = f"{self.symbol}_backward" if self.plan.backward else None
-        return ModuleEntry(
-            self.program.name,
-            json.dumps(description),
-            f"{self.symbol}_forward",
-            backward,
-            f"{self.symbol}_workspace",
-            cpu.ISA if self.backend == "cpu" else "generic",
-        )
+
+def _entry(group: tuple[Unit, ...]) -> ModuleEntry:
+    """The row of the module's table for the units of one configuration, a unit for each class of GPUs."""
+    unit, gpu = group[0], group[0].backend != "cpu"
+    s = unit.plan.semantics
+    description = {
+        "attention": unit.program.name,
+        "target": unit.backend,
+        "storage": s.storage,
+        "Dqk": s.head_qk,
+        "Dv": s.head_v,
+        "backward": bool(unit.plan.backward),
+        "lse": s.has_sum,
+        "deterministic": unit.plan.deterministic,
+        "classes": {u.plan.target: list(u.archs) for u in group} if gpu else {},
+    }
+    name = unit.configuration
+    return ModuleEntry(
+        unit.program.name,
+        json.dumps(description),
+        f"{name}_forward",
+        f"{name}_backward" if unit.plan.backward else None,
+        f"{name}_workspace",
+        "generic" if gpu else cpu.ISA,
+        tuple(u.variant for u in group) if gpu else (),
+    )
 
 
 def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
-    """Everything that a build of a file consists of, as text. Raises SourceError and UsageError."""
+    """Everything that a build of a file consists of, as text; units for several classes of GPUs side by side,
+    the best first. Raises SourceError and UsageError.
+    """
     if not checked.programs:
         raise UsageError.of(
             "E0614", f"{checked.path} declares no attention", hint="write `attention name(q, k, v) { ... }`"
@@ -123,30 +148,37 @@ def units(checked: Checked, options: Options) -> tuple[Unit, ...]:
         for head_qk, head_v in options.heads:
             lowered = passes.run(program, {"Dqk": head_qk, "Dv": head_v, **own})
             for backend in options.backends:
-                made += [_unit(lowered, backend, s, options) for s in options.storages(backend)]
+                for storage in options.storages(backend):
+                    for target, archs in _targets(backend, options).items():
+                        plan = schedule(lowered, target, storage)
+                        made.append(_unit(lowered, plan, backend, archs, options.backward))
     return tuple(made)
 
 
-def _unit(
-    program: Program, backend: str, storage: str, options: Options, steps: tuple[int, int] = (0, 0)
-) -> Unit:
-    plan = schedule(program, _target(backend, options), storage, steps)
-    if not options.backward:
+def _unit(program: Program, plan: LaunchPlan, backend: str, archs: tuple[str, ...], backward: bool) -> Unit:
+    if not backward:
         buffers = tuple(b for b in plan.buffers if "forward" in b.passes)
         plan = replace(plan, backward=(), deterministic_backward=(), buffers=buffers)
-    symbol = f"{program.name}_{backend}_{storage}_{plan.semantics.head_qk}_{plan.semantics.head_v}"
+    s = plan.semantics
+    symbol = f"{program.name}_{backend}_{s.storage}_{s.head_qk}_{s.head_v}"
     if backend == "cpu":
-        return Unit(program, plan, backend, symbol, render_cpu(program, plan, symbol), None)
-    host, device = render_cuda(program, plan, symbol)
-    return Unit(program, plan, backend, symbol, host, device)
+        return Unit(program, plan, backend, archs, symbol, render_cpu(program, plan, symbol), None)
+    symbol = f"{symbol}_{plan.target}"
+    texts = render_cuda(program, plan, symbol)
+    return Unit(program, plan, backend, archs, symbol, texts.host, texts.device, texts.passes)
 
 
-def _target(backend: str, options: Options) -> str:
-    """The target of a backend: for GPUs that whose tiles fit all that the module is built for."""
+def _targets(backend: str, options: Options) -> dict[str, tuple[str, ...]]:
+    """The targets that a backend is built for, the best first, each with its part of the architectures. For
+    GPUs that is one for each class of tiles; PTX has those that fit every GPU.
+    """
     if backend == "cpu":
-        return "cpu"
-    archs = [Arch.parse(arch) for arch in options.archs]
-    return sm80.name_for([arch.virtual_capability for arch in archs if not arch.ptx])
+        return {"cpu": ()}
+    found: dict[str, list[str]] = {name: [] for name in sm80.NAMES}
+    for text in options.archs:
+        arch = Arch.parse(text)
+        found[sm80.name_for(None if arch.ptx else arch.virtual_capability)].append(text)
+    return {name: tuple(archs) for name, archs in found.items() if archs} or {sm80.SMALLEST: ()}
 
 
 def module_spec(checked: Checked, options: Options) -> ModuleSpec:
@@ -155,14 +187,15 @@ def module_spec(checked: Checked, options: Options) -> ModuleSpec:
 
 
 def _spec(checked: Checked, made: tuple[Unit, ...], options: Options) -> ModuleSpec:
-    archs = tuple(Arch.parse(a) for a in options.archs)
     cpp, cuda, entries = [], {}, []
-    for unit in made:
-        entry = unit.entry(options.archs)
-        cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
-        if unit.device_text is not None:
-            cuda[f"{unit.symbol}_images"] = tuple(unit.cuda(arch) for arch in archs)
+    for _, units_of in itertools.groupby(made, lambda unit: unit.configuration):
+        group = tuple(units_of)
+        entry = _entry(group)
         entries.append(entry)
+        for unit in group:
+            cpp.append(CppUnit(unit.symbol, unit.host_text, entry.isa))
+            if unit.device_text is not None:
+                cuda[unit.variant.images] = tuple(unit.cuda(Arch.parse(arch)) for arch in unit.archs)
     return ModuleSpec(tuple(entries), _metadata(checked, made, options.archs), tuple(cpp), cuda)
 
 
@@ -188,7 +221,7 @@ def _settler(
         first = _faults(results)
         if not any(first.values()):
             return spec, ()
-        next_units = {unit.symbol: smaller(unit, first.get(unit.symbol, []), options) for unit in made}
+        next_units = {unit.symbol: smaller(unit, first.get(unit.symbol, [])) for unit in made}
         tried = tuple(unit for unit in next_units.values() if unit is not None)
         trial = _spec(checked, tried, options)
         second = _faults(compile_cubins(trial, toolchain, cache, jobs=jobs, python=python)) if tried else {}
@@ -213,7 +246,7 @@ def _faults(results: Mapping[str, tuple[CubinResult, ...]]) -> dict[str, list[Fa
     }
 
 
-def smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
+def smaller(unit: Unit, faults: list[Fault]) -> Unit | None:
     """The unit with the next smaller tile in the passes that have faults; None if there is none."""
     if not faults:
         return None
@@ -223,7 +256,8 @@ def smaller(unit: Unit, faults: list[Fault], options: Options) -> Unit | None:
     steps = next_tiles(unit.plan, forward, bool(late & names) or ("" in names and bool(late)))
     if steps is None:
         return None
-    return _unit(unit.program, unit.backend, unit.plan.semantics.storage, options, steps)
+    plan = schedule(unit.program, unit.plan.target, unit.plan.semantics.storage, steps)
+    return _unit(unit.program, plan, unit.backend, unit.archs, bool(late))
 
 
 def kernel_figures(checked: Checked, options: Options) -> list[str]:
@@ -236,11 +270,13 @@ def kernel_figures(checked: Checked, options: Options) -> list[str]:
     first = _spec(checked, made, options)
     settle = _settler(checked, options, made, toolchain, cache, python=False)
     spec, notes = settle(first, compile_cubins(first, toolchain, cache, python=False))
-    lines = []
-    for results in compile_cubins(spec, toolchain, cache, python=False).values():
+    lines: list[str] = []
+    gpus = {unit.variant.images: unit.gpus for unit in made if unit.device_text is not None}
+    for table, results in compile_cubins(spec, toolchain, cache, python=False).items():
+        lines.append(f"  tiles of {gpus[table]}:")
         for result in results:
             lines += [
-                f"  {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
+                f"    {k.name} {result.arch}: {k.registers} registers, {k.spill_bytes} bytes spilled, "
                 f"{k.stack_bytes} of stack, {k.shared_bytes + k.dynamic_bytes} of shared memory, "
                 f"{k.code_bytes} of code"
                 for k in result.kernels
@@ -375,93 +411,15 @@ def _make_rule(output: Path, checked: Checked) -> str:
     return f"{names[0]}: {' '.join(names[1:])}\n"
 
 
-def load(
-    path: str | Path,
-    *,
-    D: int | None = None,
-    Dqk: int | None = None,
-    Dv: int | None = None,
-    dtype: Any = None,
-    backend: str | None = None,
-    arch: str | None = None,
-    backward: bool = True,
-    **constants: opt.Constant,
-) -> ModuleType:
-    """Compile (or take from the cache) and import a file's attentions, specialised to one head size and
-    dtype.
+def module_in_cache(path: str | Path, options: Options, cache: Cache, *, build: bool) -> Path | None:
+    """The module of a file in the cache; if it is not there, it is built, or None without `build`.
 
-    `backend` is "cuda" where torch sees a GPU, else "cpu"; `dtype` defaults to bfloat16 on CUDA, float32 on
-    the CPU; `arch`
-    defaults to the current GPU's. Further keywords fix run-time parameters. Raises SourceError, UsageError,
-    ToolchainError; RuntimeError inside torch.compile, and under fake tensors or stream capture where it would
-    have to compile: `prepare` does so ahead.
-    """
-    _check_not_compiling(path)
-    return load_module(path, _load_options(D, Dqk, Dv, dtype, backend, arch, backward, constants))
-
-
-def prepare(
-    path: str | Path,
-    *,
-    D: int | Sequence[int] | None = None,
-    Dqk: int | None = None,
-    Dv: int | None = None,
-    dtype: Any = None,
-    backend: str | None = None,
-    arch: str | None = None,
-    backward: bool = True,
-    **constants: opt.Constant,
-) -> tuple[ModuleType, ...]:
-    """Compile ahead what `load` will be asked for: every combination of the head sizes D and the dtypes.
-
-    The arguments are those of `load`, where D and dtype may be sequences. Lengths, batch and heads need no
-    preparation. Gives the modules in the order D, dtype; `load` with one D and dtype then gives the same,
-    also under fake tensors and stream capture. Raises what `load` raises, RuntimeError under any of these.
-    """
-    _check_not_compiling(path)
-    modules = []
-    for head in D if isinstance(D, Sequence) else (D,):
-        for storage in dtype if isinstance(dtype, (list, tuple)) else (dtype,):
-            options = _load_options(head, Dqk, Dv, storage, backend, arch, backward, constants)
-            modules.append(load_module(path, options))
-    return tuple(modules)
-
-
-def _load_options(
-    D: int | None,
-    Dqk: int | None,
-    Dv: int | None,
-    dtype: Any,
-    backend: str | None,
-    arch: str | None,
-    backward: bool,
-    constants: dict[str, opt.Constant],
-) -> Options:
-    chosen = backend or ("cuda" if _cuda_available() else "cpu")
-    head_qk = Dqk if Dqk is not None else D if D is not None else opt.DEFAULT_HEAD
-    head_v = Dv if Dv is not None else D if D is not None else head_qk
-    if D is not None and (Dqk is not None or Dv is not None):
-        raise UsageError.of("E0613", "give either D or Dqk and Dv, not both")
-    archs = (arch,) if arch else (_device_arch(),) if chosen == "cuda" else ()
-    return Options(
-        opt.backend_names((chosen,)),
-        ((head_qk, head_v),),
-        (opt.dtype_name(dtype),) if dtype is not None else (),
-        archs,
-        tuple(sorted(constants.items())),
-        backward,
-    )
-
-
-def load_module(path: str | Path, options: Options) -> ModuleType:
-    """Compile into the cache with full options, and import.
-
-    Raises SourceError, UsageError, ToolchainError; RuntimeError where nothing may be compiled now.
+    Raises SourceError, UsageError, ToolchainError.
     """
     checked = check_file(path)
     made = units(checked, options)
     spec = _spec(checked, made, options)
-    toolchain, cache = Toolchain.find(cuda="cuda" in options.backends), Cache()
+    toolchain = Toolchain.find(cuda="cuda" in options.backends)
     settle = _settler(checked, options, made, toolchain, cache)
 
     def settle_and_warn(
@@ -475,68 +433,13 @@ def load_module(path: str | Path, options: Options) -> ModuleType:
 
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     stem = stem if stem.isidentifier() else f"kernel_{stem}"
-    place = _tracing()
-    if place is None:
-        return import_module(cached_module(stem, spec, toolchain, cache, gate=False, settle=settle_and_warn))
     found = find_module(stem, spec, toolchain, cache, gate=False)
-    if found is None:
-        raise RuntimeError(f"afc.load({str(path)!r}) would compile {place}: {_ahead(path)}")
-    return import_module(found)
-
-
-def _check_not_compiling(path: str | Path) -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_compiling():
-        raise RuntimeError(f"afc.load({str(path)!r}) inside torch.compile: {_ahead(path)}")
-
-
-def _tracing() -> str | None:
-    """Where the caller stands, if it is where nothing may be compiled."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    if torch._guards.detect_fake_mode() is not None:
-        return "under fake tensors"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "during the capture of a CUDA graph"
-    return None
-
-
-def _ahead(path: str | Path) -> str:
-    return (
-        f"call afc.prepare({str(path)!r}, ...) with the same arguments before, and load the module outside "
-        "of traced code"
-    )
-
-
-def _cuda_available() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
-
-
-def _device_arch() -> str:
-    """The architecture of the current GPU of torch, or of CuPy where torch is missing or sees none."""
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability()
-            return f"sm_{major}{minor}"
-    except ImportError:
-        pass
-    try:
-        import cupy
-
-        return f"sm_{cupy.cuda.Device().compute_capability}"
-    except (ImportError, RuntimeError):  # CuPy's errors of a missing driver or GPU are RuntimeErrors
-        raise UsageError.of(
-            "E0615",
-            "no GPU is visible to name an architecture by",
-            hint="give `arch=`, for example arch='sm_90'",
-        ) from None
+    if found is None and build:
+        found = cached_module(stem, spec, toolchain, cache, gate=False, settle=settle_and_warn)
+    if found is not None:
+        tools = [*toolchain.cxx.command, *(toolchain.cuda.command if toolchain.cuda else ())]
+        remember(cache, Path(path), repr(options), checked.texts, tools, found)
+    return found
 
 
 def emit_code(
@@ -546,20 +449,22 @@ def emit_code(
     *,
     cuda_compiler: str | None = None,
     gate: Gate = "warn",
-) -> tuple[bytes, tuple[Diagnostic, ...]]:
+) -> tuple[bytes, str, tuple[Diagnostic, ...]]:
     """GPU code of a file with one attention, for one head size, dtype and architecture: a `cubin`, such as
-    cupy.RawModule loads, or `ptx`; and the gate's warnings. Each kernel's one parameter is an afc_args by
-    value. The tiles are those of the plan, whatever the gate says: whoever launches the kernels has to know.
+    cupy.RawModule loads, or `ptx`; the GPUs that its tiles are for, in words; and the gate's warnings. Each
+    kernel's one parameter is an afc_args by value. The tiles are those of the plan, whatever the gate says:
+    whoever launches the kernels has to know.
 
     Raises SourceError, UsageError E0626, ToolchainError.
     """
     made = units(check_file(path), replace(options, backends=("cuda",)))
     archs = options.archs
-    if len(made) != 1 or len(archs) != 1:
+    configurations = len({unit.configuration for unit in made})
+    if configurations != 1 or len(archs) != 1:
         raise UsageError.of(
             "E0626",
             f"--emit {form} gives the code of one attention, head size, dtype and architecture; "
-            f"here are {len(made)} configuration(s) for {', '.join(archs)}",
+            f"here are {configurations} configuration(s) for {', '.join(archs)}",
             hint="for example: -D D=64 --dtype bf16 --arch sm_90",
         )
     arch = Arch.parse(archs[0])
@@ -571,12 +476,12 @@ def emit_code(
     if gate == "fail":
         check_ptxas(result)
     faults = ptxas_faults(result) if gate == "warn" else []
-    return result.cubin, tuple(_gate_notes(made[0], faults, faults))
+    return result.cubin, made[0].gpus, tuple(_gate_notes(made[0], faults, faults))
 
 
 def emit(path: str | Path, stage: str, options: Options) -> str:
     """Text of a stage: `ast` (the file's syntax tree), `program` (after all passes), `plan`, `tiled`, `cpp`
-    (CPU code), `cu` (CUDA), `launch`.
+    (CPU code), `cu` (CUDA), `launch`. From `plan` on there is a text for each class of GPUs, which it names.
     """
     checked = check_file(path)
     if stage == "ast":
@@ -584,10 +489,11 @@ def emit(path: str | Path, stage: str, options: Options) -> str:
     if stage in ("program", "plan", "tiled"):
         from afc.ir.printer import print_plan, print_program
 
-        parts = []
-        for unit in units(checked, options):
-            parts.append(print_program(unit.program) if stage == "program" else print_plan(unit.plan, stage))
-        return "\n".join(parts)
+        made = units(checked, options)
+        if stage == "program":
+            programs = {unit.configuration: unit.program for unit in made}
+            return "\n".join(map(print_program, programs.values()))
+        return "\n".join(print_plan(unit.plan, stage) for unit in made)
     wanted = {"cpp": "cpu", "cu": "cuda", "launch": "cuda"}
     if stage not in wanted:
         raise UsageError.of(

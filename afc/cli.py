@@ -127,7 +127,7 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         help="GPU architectures, such as sm_80,sm_90, or compute_80 for PTX that the driver compiles "
-        "(default: sm_80,sm_90,sm_120,compute_80)",
+        "(default: sm_80,sm_86,sm_90,sm_120,compute_80)",
     )
     parser.add_argument(
         "--dtype", help="storage types, such as bf16,fp16 (default: float32 on the CPU, bfloat16 on CUDA)"
@@ -215,10 +215,11 @@ def _compile(args: argparse.Namespace) -> int:
         if not args.output:
             hint = f"-o {Path(args.file).stem}.{args.emit}"
             raise UsageError.of("E0619", "where should the GPU code go?", hint=hint)
-        code, notes = api.emit_code(
+        code, gpus, notes = api.emit_code(
             args.file, args.emit, options, cuda_compiler=args.cuda_compiler, gate=args.gate
         )
         write_file(code, Path(args.output))
+        print(f"{args.output}: tiles of {gpus}", file=sys.stderr)
         for note in notes:
             print(render(note), file=sys.stderr)
         return 0

@@ -255,7 +255,7 @@ def explain_file(path: str | Path, options: Options, length: int, *, kernels: bo
             "\n".join(
                 [
                     *_program(originals[unit.program.name], unit.program),
-                    *_plan(unit.plan, length, assumed(unit.program, length)),
+                    *_plan(unit, length, assumed(unit.program, length)),
                 ]
             )
         )
@@ -366,11 +366,11 @@ def _formula(formula: Formula) -> str:
 # ---- a plan ----------------------------------------------------------------------------------------------
 
 
-def _plan(plan: LaunchPlan, length: int, values: Mapping[str, Constant]) -> list[str]:
+def _plan(unit: api.Unit, length: int, values: Mapping[str, Constant]) -> list[str]:
+    plan = unit.plan
     s = plan.semantics
     lines = [
-        f"  on {plan.target}, {s.storage}, computed in {s.compute}, "
-        f"B = {BATCH}, H = {HEADS}, M = N = {length}:"
+        f"  on {unit.gpus}, {s.storage}, computed in {s.compute}, B = {BATCH}, H = {HEADS}, M = N = {length}:"
     ]
     sizes = sizes_of(length, values)
     for title, launches in (("forward", plan.forward), ("backward", plan.backward)):

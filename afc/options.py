@@ -30,8 +30,8 @@ DTYPES = {
 }
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 # Code that every GPU from compute capability 8.0 on can run: a GPU runs the machine code of an earlier minor
-# version, and the driver compiles the PTX for all that are not of these families.
-DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_120", "compute_80")
+# version, and the driver compiles the PTX for all that are not of these families. 8.6 has tiles of its own.
+DEFAULT_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_120", "compute_80")
 DEFAULT_HEAD = 128
 
 Constant = int | float | bool

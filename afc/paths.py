@@ -36,6 +36,11 @@ def _find(name: str) -> Path:
     )
 
 
+def package() -> Path:
+    """Folder of the Python package."""
+    return _PACKAGE
+
+
 def grammar() -> Path:
     """Folder of the language: `attn.lark` and `prelude/*.attn`. Raises AfcError E0901 if it is missing."""
     return _find("grammar")

@@ -4,58 +4,61 @@
     toolchain   finding g++, nvcc and NVRTC, their versions
     sources     what of a text reaches the machine code
     cache       entries on disk, made once, verified when read
+    index       which entry a call of `afc.load` got the last time
     compile     texts to objects and cubins; the gate on ptxas' report
     artifact    linking one shared object with its Python part
+    module      all of it in one call, `build_module`; `cached_module` does the same into the cache
 
-The whole in one call is `build_module`; `cached_module` does the same into the cache.
+Names are imported at first use: loading a module that is in the cache needs few of them.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING, Any
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from afc.build.artifact import (
-    LINK_FLAGS,
-    Image,
-    ModuleContent,
-    ModuleEntry,
-    check_destination,
-    host_units,
-    link_module,
-    stub_text,
-    write_file,
-)
-from afc.build.cache import Cache, cache_key
-from afc.build.compile import (
-    CppUnit,
-    CubinResult,
-    CudaUnit,
-    Fault,
-    FunctionUsage,
-    ObjectResult,
-    abi_version,
-    check_ptxas,
-    compile_cpp,
-    compile_cubin,
-    compile_units,
-    ptxas_faults,
-    unit_key,
-)
-from afc.build.toolchain import (
-    Arch,
-    CudaCompiler,
-    Nvcc,
-    Nvrtc,
-    Tool,
-    Toolchain,
-    find_cuda,
-    find_cxx,
-    find_nvcc,
-    find_nvrtc,
-)
-from afc.errors import Diagnostic
+if TYPE_CHECKING:
+    from afc.build.artifact import (
+        Image,
+        ModuleContent,
+        ModuleEntry,
+        Variant,
+        link_module,
+    )
+    from afc.build.cache import (
+        Cache,
+    )
+    from afc.build.compile import (
+        CppUnit,
+        CubinResult,
+        CudaUnit,
+        Fault,
+        FunctionUsage,
+        ObjectResult,
+        check_ptxas,
+        compile_cpp,
+        compile_cubin,
+        compile_units,
+        ptxas_faults,
+    )
+    from afc.build.module import (
+        BuildReport,
+        ModuleSpec,
+        Settle,
+        build_module,
+        cached_module,
+        compile_cubins,
+        find_module,
+    )
+    from afc.build.toolchain import (
+        Arch,
+        CudaCompiler,
+        Nvcc,
+        Nvrtc,
+        Tool,
+        Toolchain,
+        find_cuda,
+        find_cxx,
+        find_nvcc,
+        find_nvrtc,
+    )
 
 __all__ = [
     "Arch",
@@ -77,6 +80,7 @@ __all__ = [
     "Settle",
     "Tool",
     "Toolchain",
+    "Variant",
     "build_module",
     "cached_module",
     "check_ptxas",
@@ -93,148 +97,47 @@ __all__ = [
     "ptxas_faults",
 ]
 
-
-@dataclass(frozen=True)
-class ModuleSpec:
-    """The sources of a module.
-
-    `cpp` are the texts of the CPU target and of launch code; `cuda` maps the C symbol of an image table
-    (declared by the launch code as `extern "C" const afc_gpu_images <symbol>;`) to the units in it, one per
-    architecture. `metadata` and the entries' descriptions are JSON.
-    """
-
-    entries: tuple[ModuleEntry, ...]
-    metadata: str
-    cpp: tuple[CppUnit, ...] = ()
-    cuda: Mapping[str, tuple[CudaUnit, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class BuildReport:
-    """What a build made: the file, the cubins with ptxas' report, how many units came from the cache; `notes`
-    are what the gate has to say.
-    """
-
-    path: Path
-    cubins: tuple[CubinResult, ...]
-    units: int
-    hits: int
-    notes: tuple[Diagnostic, ...] = ()
-
-
-def _all_units(spec: ModuleSpec, python: bool) -> list[CudaUnit | CppUnit]:
-    """In the order of starting compilers: host sources, CUDA units by image table, the module's C++ units."""
-    cuda = [unit for group in spec.cuda.values() for unit in group]
-    return [*host_units(python=python, gpu=bool(cuda)), *cuda, *spec.cpp]
-
-
-def _compile_all(
-    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, jobs: int | None, python: bool
-) -> tuple[list[CubinResult], list[ObjectResult]]:
-    """Results of the module's units. Host sources are compiled beside them; the link finds them cached."""
-    units = _all_units(spec, python)
-    results = compile_units(units, toolchain, cache, jobs=jobs)
-    cubins = [result for result in results if isinstance(result, CubinResult)]
-    objects = [result for result in results if isinstance(result, ObjectResult)]
-    return cubins, objects[len(objects) - len(spec.cpp) :]
+_HOME = {
+    "Image": "artifact",
+    "ModuleContent": "artifact",
+    "ModuleEntry": "artifact",
+    "Variant": "artifact",
+    "link_module": "artifact",
+    "Cache": "cache",
+    "CppUnit": "compile",
+    "CubinResult": "compile",
+    "CudaUnit": "compile",
+    "Fault": "compile",
+    "FunctionUsage": "compile",
+    "ObjectResult": "compile",
+    "check_ptxas": "compile",
+    "compile_cpp": "compile",
+    "compile_cubin": "compile",
+    "compile_units": "compile",
+    "ptxas_faults": "compile",
+    "BuildReport": "module",
+    "ModuleSpec": "module",
+    "Settle": "module",
+    "build_module": "module",
+    "cached_module": "module",
+    "compile_cubins": "module",
+    "find_module": "module",
+    "Arch": "toolchain",
+    "CudaCompiler": "toolchain",
+    "Nvcc": "toolchain",
+    "Nvrtc": "toolchain",
+    "Tool": "toolchain",
+    "Toolchain": "toolchain",
+    "find_cuda": "toolchain",
+    "find_cxx": "toolchain",
+    "find_nvcc": "toolchain",
+    "find_nvrtc": "toolchain",
+}
 
 
-def compile_cubins(
-    spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, jobs: int | None = None, python: bool = True
-) -> dict[str, tuple[CubinResult, ...]]:
-    """GPU code of a module by image table. What else it needs is compiled beside it, into the cache: a build
-    that follows has nothing left to compile. Raises ToolchainError.
-    """
-    return _by_table(spec, _compile_all(spec, toolchain, cache, jobs=jobs, python=python)[0])
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'afc.build' has no attribute {name!r}")
+    from importlib import import_module
 
-
-def _by_table(spec: ModuleSpec, cubins: list[CubinResult]) -> dict[str, tuple[CubinResult, ...]]:
-    remaining = iter(cubins)
-    return {symbol: tuple(next(remaining) for _ in group) for symbol, group in spec.cuda.items()}
-
-
-def _content(spec: ModuleSpec, cubins: list[CubinResult], objects: list[ObjectResult]) -> ModuleContent:
-    tables = _by_table(spec, cubins).items()
-    images = {symbol: tuple(map(Image.of, results)) for symbol, results in tables}
-    return ModuleContent(spec.entries, spec.metadata, tuple(item.data for item in objects), images)
-
-
-Settle = Callable[
-    [ModuleSpec, Mapping[str, tuple[CubinResult, ...]]], tuple[ModuleSpec, tuple[Diagnostic, ...]]
-]
-
-
-def build_module(
-    spec: ModuleSpec,
-    destination: Path,
-    toolchain: Toolchain,
-    cache: Cache,
-    *,
-    gate: bool = True,
-    jobs: int | None = None,
-    python: bool = True,
-    settle: Settle | None = None,
-) -> BuildReport:
-    """Builds `destination` (a name like kernel.so, which is then its module name) from sources.
-
-    `gate` refuses kernels that spill, have a stack frame or miss another limit; `settle` sees the GPU code
-    by image table and gives what is linked, the module itself or another, and notes for the report. `jobs`
-    bounds compilers at once; python=False leaves the Python part out. Raises UsageError for a bad
-    destination, before anything is compiled, and ToolchainError; nothing half-written is left.
-    """
-    stem = check_destination(destination)
-    cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
-    units = len(cubins) + len(objects)
-    hits = sum(cubin.hit for cubin in cubins) + sum(item.hit for item in objects)
-    notes: tuple[Diagnostic, ...] = ()
-    if settle is not None:
-        settled, notes = settle(spec, _by_table(spec, cubins))
-        if settled is not spec:
-            spec = settled
-            cubins, objects = _compile_all(spec, toolchain, cache, jobs=jobs, python=python)
-    if gate:
-        check_ptxas(*cubins)
-    content = _content(spec, cubins, objects)
-    module = link_module(stem, content, toolchain, cache, python=python)
-    write_file(module, destination, executable=True)
-    return BuildReport(destination, tuple(cubins), units, hits, notes)
-
-
-def _module_key(stem: str, spec: ModuleSpec, toolchain: Toolchain, gate: bool) -> str:
-    """Key of a whole module: its units, its host sources, its table."""
-    groups = ",".join(f"{symbol}:{len(group)}" for symbol, group in spec.cuda.items())
-    table = stub_text(stem, ModuleContent(spec.entries, spec.metadata))
-    salt = "\n".join([groups, *(unit_key(unit, toolchain) for unit in _all_units(spec, python=True)), table])
-    flags = [*LINK_FLAGS, f"gate={gate}"]
-    return cache_key([], flags=flags, compiler="", arch="", abi_version=abi_version(), salt=salt)
-
-
-def cached_module(
-    stem: str,
-    spec: ModuleSpec,
-    toolchain: Toolchain,
-    cache: Cache,
-    *,
-    gate: bool = True,
-    jobs: int | None = None,
-    settle: Settle | None = None,
-) -> Path:
-    """Path of the module `stem` in the cache, built (as `build_module` does) if it is not there.
-
-    It is found by `spec`, whatever `settle` makes of it. Raises ToolchainError.
-    """
-
-    def build(folder: Path) -> None:
-        destination = folder / f"{stem}.so"
-        build_module(spec, destination, toolchain, cache, gate=gate, jobs=jobs, settle=settle)
-
-    entry = cache.get_or_build(_module_key(stem, spec, toolchain, gate), f"module {stem}", build)
-    return entry.path(f"{stem}.so")
-
-
-def find_module(
-    stem: str, spec: ModuleSpec, toolchain: Toolchain, cache: Cache, *, gate: bool = True
-) -> Path | None:
-    """Path of the module that `cached_module` would give, if it is there. Builds and writes nothing."""
-    entry = cache.lookup(_module_key(stem, spec, toolchain, gate))
-    return None if entry is None else entry.path(f"{stem}.so")
+    return getattr(import_module(f"afc.build.{_HOME[name]}"), name)

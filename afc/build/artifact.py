@@ -26,6 +26,7 @@ from afc.build.compile import COMPILE_SECONDS, CppUnit, CubinResult, compile_cpp
 from afc.build.toolchain import Arch, Toolchain, find_python_headers
 from afc.errors import Diagnostic, ToolchainError, UsageError
 
+HOST_FLAGS = ("-O1",)  # of a first build they take a share, of a call next to nothing
 EXPORTED_SYMBOLS = ("afc_abi_version", "afc_describe", "afc_last_error")
 
 LINK_FLAGS = (
@@ -67,6 +68,19 @@ class Image:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """An entry's functions for one class of GPUs: their C symbols, as in `ModuleEntry`; the image table that
+    they launch from; and the shared memory of a block that GPUs of the class have at least.
+    """
+
+    forward: str
+    backward: str | None
+    workspace: str
+    images: str
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
 class ModuleEntry:
     """One (attention, dtype, target) configuration of a module.
 
@@ -74,6 +88,9 @@ class ModuleEntry:
     and `workspace` are the C symbols (extern "C") of functions with the signatures in afc_entry; None where
     there is none. `isa` is the instruction set that CPU code needs (a key of ISA_FLAGS), checked at each
     call.
+
+    With `variants`, the best first, the stub defines the functions: each call goes to the variant that suits
+    its device.
     """
 
     name: str
@@ -82,10 +99,14 @@ class ModuleEntry:
     backward: str | None = None
     workspace: str | None = None
     isa: str = "generic"
+    variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         json.loads(self.description)
-        for symbol in (self.forward, self.backward, self.workspace):
+        symbols = [self.forward, self.backward, self.workspace]
+        for variant in self.variants:
+            symbols += [variant.forward, variant.backward, variant.workspace, variant.images]
+        for symbol in symbols:
             if symbol is not None and not re.fullmatch(r"[A-Za-z_]\w*", symbol):
                 raise ValueError(f"entry {self.name}: {symbol!r} is no C symbol")
 
@@ -216,14 +237,53 @@ def _images_text(symbol: str, images: Sequence[Image]) -> str:
 def _declarations(entries: Sequence[ModuleEntry]) -> str:
     lines = {}
     for entry in entries:
-        for symbol in (entry.forward, entry.backward):
-            if symbol:
-                lines[symbol] = f'extern "C" int {symbol}(const afc_args *args);'
-        if entry.workspace:
-            lines[entry.workspace] = (
-                f'extern "C" int64_t {entry.workspace}(const afc_args *args, int backward);'
-            )
+        rows: tuple[ModuleEntry | Variant, ...] = (entry, *entry.variants)
+        for functions in rows:
+            for symbol in (functions.forward, functions.backward):
+                if symbol:
+                    lines[symbol] = f'extern "C" int {symbol}(const afc_args *args);'
+            if functions.workspace:
+                lines[functions.workspace] = (
+                    f'extern "C" int64_t {functions.workspace}(const afc_args *args, int backward);'
+                )
+        if len(entry.variants) > 1:
+            lines |= {v.images: f'extern "C" const afc_gpu_images {v.images};' for v in entry.variants}
     return "\n".join(lines.values())
+
+
+def _choices(number: int, entry: ModuleEntry) -> list[str]:
+    """The functions of an entry that has variants: each calls that of the variant for the call's device."""
+    table, lines = f"variants_{number}", []
+    several = len(entry.variants) > 1
+    if several:  # a single one needs no device to be found, and names what it lacks itself
+        rows = "\n".join(f"    {{&{v.images}, {v.shared_bytes}}}," for v in entry.variants)
+        lines.append(f"static const afc_gpu_variant {table}[] = {{  // the best first\n{rows}\n}};")
+    calls = [(entry.forward, [v.forward for v in entry.variants])]
+    if entry.backward is not None:
+        calls.append((entry.backward, [v.backward or "nullptr" for v in entry.variants]))
+    for name, targets in calls:
+        lines.append(_chosen("int", name, targets, "const afc_args *args", "args", "status", table))
+    if entry.workspace is not None:
+        targets = [v.workspace for v in entry.variants]
+        parameters, values = "const afc_args *args, int backward", "args, backward"
+        lines.append(_chosen("int64_t", entry.workspace, targets, parameters, values, "-1", table))
+    return lines
+
+
+def _chosen(
+    kind: str, name: str, targets: Sequence[str], parameters: str, values: str, failed: str, table: str
+) -> str:
+    """A function that calls one of `targets`, by the device of the call."""
+    body = [f"  return {targets[0]}({values});"]
+    if len(targets) > 1:
+        choose = f"afc_gpu_choose({table}, {len(targets)}, args->device, &chosen)"
+        body = [
+            "  int chosen = 0;",
+            f"  if (int status = {choose}) return {failed};",
+            f"  {kind} (*const of_class[])({parameters}) = {{{', '.join(targets)}}};",
+            f"  return of_class[chosen]({values});",
+        ]
+    return "\n".join([f'extern "C" {kind} {name}({parameters}) {{', *body, "}"])
 
 
 def _guard(function: str, symbol: str, isa: str) -> str:
@@ -313,12 +373,14 @@ def _exports(stem: str, entries: Sequence[ModuleEntry], python: bool) -> list[st
 def stub_text(stem: str, content: ModuleContent, *, python: bool = True) -> str:
     """C++ text of the stub: images, guarded entry functions, the table, and what the module exports."""
     parts = [f"// Module {stem}: table of entries and GPU images. Generated by afc."]
-    parts.append(_includes(bool(content.images), python))
+    chooses = any(len(entry.variants) > 1 for entry in content.entries)
+    parts.append(_includes(bool(content.images) or chooses, python))
     if content.images:
         parts.append(_banner("GPU images"))
         parts += [_images_text(symbol, images) for symbol, images in sorted(content.images.items())]
     parts += [_banner("entries"), _declarations(content.entries)]
     for number, entry in enumerate(content.entries):
+        parts += _choices(number, entry) if entry.variants else []
         parts += _entry_functions(number, entry)
     parts += [*_table(content), _banner("exports"), *_exports(stem, content.entries, python)]
     return "\n\n".join(parts) + "\n"
@@ -341,19 +403,14 @@ def host_units(*, python: bool, gpu: bool) -> list[CppUnit]:
     folder = paths.runtime() / "host"
     names = ["status", *(["driver"] if gpu else [])]
     units = [
-        CppUnit(name, (folder / f"{name}.cpp").read_text(encoding="utf-8"), isa="generic") for name in names
+        CppUnit(name, (folder / f"{name}.cpp").read_text(encoding="utf-8"), "generic", flags=HOST_FLAGS)
+        for name in names
     ]
     if python:
         headers = find_python_headers()
         text = (folder / "module.cpp").read_text(encoding="utf-8")
-        include_dirs = headers.include_dirs
-        # first, and with little optimisation: it takes longer than all the rest of a first build, and no call
-        # spends time in it
-        flags = ("-O1",)
-        units.insert(
-            0,
-            CppUnit("module", text, "generic", include_dirs=include_dirs, flags=flags, salt=headers.identity),
-        )
+        folders, salt = headers.include_dirs, headers.identity
+        units.append(CppUnit("module", text, "generic", folders, HOST_FLAGS, salt))
     return units
 
 

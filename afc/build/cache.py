@@ -40,6 +40,7 @@ _POLL_SECONDS = 0.05
 _STALE_STAGING_SECONDS = 86400.0
 _STORE_ATTEMPTS = 5
 _STAGING, _LOCKS, _QUARANTINE, _FAILED = "staging", "locks", "quarantine", "failed"
+LOADS = "loads"  # records of `index`
 
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
 
@@ -362,7 +363,7 @@ class Cache:
         for info in self.entries():
             if info.modified <= limit:
                 shutil.rmtree(info.folder, ignore_errors=True)
-        for name in (_QUARANTINE, _FAILED):
+        for name in (_QUARANTINE, _FAILED, LOADS):
             shutil.rmtree(self.root / name, ignore_errors=True)
         return before - self.size()
 

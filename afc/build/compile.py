@@ -69,7 +69,8 @@ class CudaUnit:
     """A CUDA text to compile for one architecture.
 
     `name` is the stem of the file; `include_dirs` come before runtime/. `dynamic_shared`: (kernel, bytes)
-    that launches ask for, which no compiler sees and the gate adds to what it reports.
+    that launches ask for, which no compiler sees and the gate adds to what it reports. `parts`: (name, text)
+    of texts that together have the kernels of `text`, and whose machine code is the same.
     """
 
     name: str
@@ -78,9 +79,15 @@ class CudaUnit:
     include_dirs: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()
     dynamic_shared: tuple[tuple[str, int], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name}.cu for {self.arch}"
+
+    def split(self) -> tuple[CudaUnit, ...]:
+        """The parts, each as a unit of its own, to be compiled side by side; without any, the unit itself."""
+        found = tuple(replace(self, name=f"{self.name}_{n}", text=t, parts=()) for n, t in self.parts)
+        return found or (self,)
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,28 @@ CAPTURED_TYPES = {  # condition on `dtype`, and in words
 }
 
 
-def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> tuple[str, str]:
-    """(host text, device text). The device text does not depend on the architecture."""
+@dataclass(frozen=True)
+class CudaTexts:
+    """A unit as text: launch code, and the kernels, which do not depend on the architecture. `passes` are the
+    kernels again, those of each pass for themselves: (name, text), to be compiled side by side.
+    """
+
+    host: str
+    device: str
+    passes: tuple[tuple[str, str], ...]
+
+
+def render_cuda(program: Program, plan: LaunchPlan, symbol: str) -> CudaTexts:
+    """The texts of a unit whose C symbols begin with `symbol`."""
     unit = _Unit(program, plan, symbol)
-    return unit.host_text(), unit.device_text()
+    head, kernels = unit.device_head(), [(c.name, _print(t, c)) for t, c in unit.kernels()]
+    early = {launch.kernel.name for launch in plan.forward}
+    parts = [
+        (name, "\n".join([head, *(text for kernel, text in kernels if (kernel in early) == first)]))
+        for name, first in (("forward", True), ("backward", False))
+    ]
+    device = "\n".join([head, *(text for _, text in kernels)])
+    return CudaTexts(unit.host_text(), device, tuple(parts) if plan.backward else ())
 
 
 @dataclass(frozen=True)
@@ -99,8 +117,8 @@ class _Unit:
 
     # ---- device -------------------------------------------------------------------------------------------
 
-    def device_text(self) -> str:
-        """Prelude and kernels in launch order."""
+    def device_head(self) -> str:
+        """What comes before the kernels."""
         rotations = (*self.q_rotations, *self.k_rotations)
         s = self.semantics
         schedule = (
@@ -119,9 +137,7 @@ class _Unit:
             bool(self.blocks.q_rows or self.blocks.k_rows or self.blocks.outputs),
             tuple(g.shares for g in self.groups.values()),
         )
-        parts = [header + _print("prelude", prelude)]
-        parts += [_print(template, context) for template, context in self.kernels()]
-        return "\n".join(parts)
+        return header + _print("prelude", prelude)
 
     def kernels(self) -> list[tuple[str, Any]]:
         """(template, context) of every kernel, in launch order; the deterministic form's own comes last."""

@@ -15,6 +15,7 @@ from afc.expr.printer import Cpp, attn, number
 from afc.ir.program import Program, TensorParam
 from afc.ir.tiled import LaunchPlan
 from afc.render.launch_context import ScalarCheck
+from afc.schedule.targets import sm80
 
 LOG2_E = math.log2(math.e)
 
@@ -56,8 +57,10 @@ def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, 
     No date, no path, no machine.
     """
     s = plan.semantics
+    cuda = plan.target != "cpu"
+    gpus = f", {sm80.class_text(plan.target)}" if cuda else ""
     lines = [
-        f"afc: attention `{program.name}` for target {plan.target}",
+        f"afc: attention `{program.name}` for target {plan.target}{gpus}",
         f"source    {program.source}:{program.span.line}",
         f"blocks    {' > '.join(_blocks(program))}",
         f"tensors   q[B, H, M, {s.head_qk}], k[B, Hk, N, {s.head_qk}], v[B, Hk, N, {s.head_v}], "
@@ -70,8 +73,8 @@ def provenance(program: Program, plan: LaunchPlan, schedule: str) -> tuple[str, 
     if fixed:
         lines.append(f"fixed     {', '.join(fixed)}")
     lines.append(f"schedule  {schedule}")
-    lines.append(f"rebuild   afc compile {program.source} --emit {'cpp' if plan.target == 'cpu' else 'cu'}")
-    lines.append(f"edit      templates/{plan.target}, grammar/prelude")
+    lines.append(f"rebuild   afc compile {program.source} --emit {'cu' if cuda else 'cpp'}")
+    lines.append(f"edit      templates/{'sm80' if cuda else 'cpu'}, grammar/prelude")
     return tuple(lines)
 
 

@@ -47,7 +47,9 @@ class ScalarInfo:
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One configuration: index in the module's table, target, storage type, head sizes."""
+    """One configuration: index in the module's table, target, storage type, head sizes; on GPUs the
+    architectures of each class that there is code for, the best class first.
+    """
 
     index: int
     attention: str
@@ -58,7 +60,7 @@ class EntryInfo:
     backward: bool
     lse: bool
     deterministic: bool
-    archs: tuple[str, ...]
+    classes: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __str__(self) -> str:
         return f"{self.target} {self.storage} Dqk={self.head_qk} Dv={self.head_v}"
@@ -138,7 +140,7 @@ def _entry(index: int, data: Mapping[str, Any]) -> EntryInfo:
         data["backward"],
         data["lse"],
         data["deterministic"],
-        tuple(data["archs"]),
+        tuple((name, tuple(archs)) for name, archs in data["classes"].items()),
     )
 
 

@@ -93,7 +93,7 @@ typedef struct afc_args {
 typedef struct afc_entry {
   const char *name;         // attention
   const char *description;  // JSON: signature, dtypes, head sizes, target, schedule
-  int64_t (*workspace)(const afc_args *args, int backward);  // bytes, or -1
+  int64_t (*workspace)(const afc_args *args, int backward);  // bytes for args->device, or -1
   int (*forward)(const afc_args *args);                      // status; see afc_last_error()
   int (*backward)(const afc_args *args);                     // null where the module was built without it
 } afc_entry;

@@ -35,8 +35,8 @@ struct DeviceState {
 
 // Kernels of one image, in the order of afc_gpu_module.kernels.
 struct LoadedImage {
-  const afc_gpu_image *image;
-  Library library;
+  const afc_gpu_image *image;      // its first part
+  std::vector<Library> libraries;  // a part each
   std::vector<Kernel> kernels;
 };
 
@@ -238,20 +238,53 @@ std::string image_name(const afc_gpu_image &image) {
   return name;
 }
 
+// Whether two images are parts of one.
+bool same_image(const afc_gpu_image &one, const afc_gpu_image &other) {
+  return one.ptx == other.ptx && one.arch == other.arch && one.virtual_arch == other.virtual_arch &&
+         one.suffix == other.suffix;
+}
+
 std::string image_names(const afc_gpu_images &images) {
   std::string names;
   for (int i = 0; i < images.count; ++i) {
+    bool named = false;
+    for (int j = 0; j < i; ++j) named = named || same_image(images.first[i], images.first[j]);
+    if (named) continue;
     if (i > 0) names += ", ";
     names += image_name(images.first[i]);
   }
   return names.empty() ? "none" : names;
 }
 
-int fail_no_image(const afc_gpu_images &images, const DeviceState &device) {
+int fail_no_image(const std::string &held, const DeviceState &device) {
   return afc_fail(
       AFC_NO_KERNEL_FOR_DEVICE,
       "no kernel for this device: %s is sm_%d, the module holds %s; build it with 'afc compile --arch sm_%d'",
-      device.name, device.facts.arch, image_names(images).c_str(), device.facts.arch);
+      device.name, device.facts.arch, held.c_str(), device.facts.arch);
+}
+
+// Index of the variant for a device, or -1: the first with machine code, else the first with PTX. `within`:
+// only of classes that the device belongs to; otherwise of all, and then the last, which asks for least.
+int choose_variant(const afc_gpu_variant *variants, int count, const afc_gpu_device &device, bool within) {
+  int chosen = -1;
+  const afc_gpu_image *best = nullptr;
+  for (int i = 0; i < count; ++i) {
+    if (within && variants[i].shared_bytes > device.shared_bytes) continue;
+    const afc_gpu_image *image = choose_image(*variants[i].images, device.arch);
+    if (image == nullptr) continue;
+    const bool better_form = best == nullptr || (best->ptx && !image->ptx);
+    if (better_form || (!within && best->ptx == image->ptx)) {
+      best = image;
+      chosen = i;
+    }
+  }
+  return chosen;
+}
+
+std::string variant_names(const afc_gpu_variant *variants, int count) {
+  std::string names;
+  for (int i = 0; i < count; ++i) names += (i > 0 ? ", " : "") + image_names(*variants[i].images);
+  return names;
 }
 
 // The driver refuses an image. Machine code runs on an older driver of the same major version, PTX does not.
@@ -275,18 +308,32 @@ int fail_load(const afc_gpu_image &image, const DeviceState &device, Result resu
   return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
 }
 
+int find_kernel(const LoadedImage &loaded, const char *symbol, Kernel *out) {
+  Result result = kNotFound;
+  for (Library library : loaded.libraries) {
+    result = api.library_kernel(out, library, symbol);
+    if (result == kSuccess) return AFC_OK;
+    if (result != kNotFound) break;
+  }
+  const std::string what = std::string("kernel ") + symbol;
+  return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
+}
+
 int load_image(const afc_gpu_module &module, const afc_gpu_image &image, const DeviceState &device,
                LoadedImage *out) {
   out->image = &image;
-  Result result = api.library_load(&out->library, image.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result != kSuccess) return fail_load(image, device, result);
+  for (int i = 0; i < module.images->count; ++i) {
+    const afc_gpu_image &part = module.images->first[i];
+    if (!same_image(part, image)) continue;
+    Library library = nullptr;
+    const Result result =
+        api.library_load(&library, part.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
+    if (result != kSuccess) return fail_load(part, device, result);
+    out->libraries.push_back(library);
+  }
   out->kernels.resize(module.kernel_count);
   for (int i = 0; i < module.kernel_count; ++i) {
-    result = api.library_kernel(&out->kernels[i], out->library, module.kernels[i].symbol);
-    if (result != kSuccess) {
-      const std::string what = std::string("kernel ") + module.kernels[i].symbol;
-      return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
-    }
+    if (int status = find_kernel(*out, module.kernels[i].symbol, &out->kernels[i])) return status;
   }
   return AFC_OK;
 }
@@ -328,7 +375,7 @@ namespace {
 
 int image_for_device_locked(afc_gpu_module *module, const DeviceState &device, const LoadedImage **out) {
   const afc_gpu_image *image = choose_image(*module->images, device.facts.arch);
-  if (image == nullptr) return fail_no_image(*module->images, device);
+  if (image == nullptr) return fail_no_image(image_names(*module->images), device);
   for (const auto &loaded : module->state->images) {
     if (loaded->image == image) {
       *out = loaded.get();
@@ -404,6 +451,14 @@ int afc_gpu_launch(afc_gpu_module *module, int kernel_index, unsigned x, unsigne
   const Result result =
       api.launch(&config, reinterpret_cast<Function>(loaded->kernels[kernel_index]), parameters, nullptr);
   return result == kSuccess ? AFC_OK : fail_launch(kernel, config, args->device, result);
+}
+
+int afc_gpu_choose(const afc_gpu_variant *variants, int count, int ordinal, int *chosen) {
+  const DeviceState *device = nullptr;
+  if (int status = find_device(ordinal, &device)) return status;
+  *chosen = choose_variant(variants, count, device->facts, true);
+  if (*chosen < 0) *chosen = choose_variant(variants, count, device->facts, false);
+  return *chosen < 0 ? fail_no_image(variant_names(variants, count), *device) : AFC_OK;
 }
 
 int afc_gpu_query(int device, afc_gpu_device *out) {

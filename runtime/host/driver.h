@@ -15,7 +15,8 @@
 
 #include "abi/afc_abi.h"
 
-// One compiled image. `arch` is ten times the compute capability that the code was made for, `virtual_arch`
+// One compiled image, or a part of one: those of a table that are equal in all but their code hold the kernels
+// together. `arch` is ten times the compute capability that the code was made for, `virtual_arch`
 // that of the features it uses (compute_86 built for sm_90: arch 90, virtual_arch 86).
 struct afc_gpu_image {
   int arch;
@@ -41,6 +42,13 @@ struct afc_gpu_kernel {
 
 struct afc_gpu_state;
 
+// One of several forms of the same functions: its images, and the shared memory of a block that the GPUs
+// have which it was made for.
+struct afc_gpu_variant {
+  const afc_gpu_images *images;
+  int shared_bytes;
+};
+
 // A set of kernels in one or more images. Zero the rest: it is filled at the first launch.
 struct afc_gpu_module {
   const afc_gpu_images *images;
@@ -63,6 +71,12 @@ extern "C" {
 // with a zero size launches nothing. Returns a status; the text is kept for afc_last_error().
 int afc_gpu_launch(afc_gpu_module *module, int kernel_index, unsigned x, unsigned y, unsigned z,
                    const afc_args *args, int dependent_launch);
+
+// Finds the variant for a device ordinal: the first (they are in order, the best first) whose class the
+// device belongs to and which has machine code that runs there, else the first with PTX for it. Where there
+// is none, one that runs if its kernels need less than their class may: the launch says if they do not.
+// Returns a status.
+int afc_gpu_choose(const afc_gpu_variant *variants, int count, int device, int *chosen);
 
 // Fills `out` for a device ordinal; returns a status.
 int afc_gpu_query(int device, afc_gpu_device *out);

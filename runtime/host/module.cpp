@@ -2,17 +2,16 @@
 //
 // Python module of an artefact. Compiled once per interpreter and compiler, linked into every artefact.
 //
-// The module object is made by the C API and only filled through pybind11: PYBIND11_MODULE caches modules by
-// their name in the interpreter, so that two files of one name would both give the module of the first.
+// The module object is made by the C API, with pybind11's owned references: PYBIND11_MODULE caches modules by
+// their name in the interpreter, so that two files of one name would both give the module of the first. The
+// rest of pybind11 stays out: it would take four seconds of a first build.
 // Everything here is static to one shared object, and its symbols are hidden.
 #define PY_SSIZE_T_CLEAN
-#include <pybind11/pybind11.h>
+#include <pybind11/pytypes.h>
 
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-
-#include <string>
 
 #include "host/module.h"
 #include "host/status.h"
@@ -302,75 +301,92 @@ PyObject *call_run(PyObject *, PyObject *const *argv, Py_ssize_t argc) {
 
 // ---- the module object --------------------------------------------------------------------------
 
-bool has_entry(const std::string &name) {
+using Object = py::object;
+
+Object steal(PyObject *object) { return py::reinterpret_steal<Object>(object); }
+
+bool has_entry(const char *name) {
   for (uint32_t i = 0; i < table->entry_count; ++i) {
-    if (name == table->entries[i].name) return true;
+    if (strcmp(name, table->entries[i].name) == 0) return true;
   }
   return false;
 }
 
-// Module-level __getattr__(name): reached only for names that the module lacks. `missing` says why afc cannot
-// be imported.
-[[noreturn]] void fail_attribute(const std::string &module_name, const std::string &missing,
-                                 const std::string &name) {
-  std::string text = "module '" + module_name + "' has no attribute '" + name + "'";
-  if (has_entry(name)) {
-    text = "module '" + module_name + "' holds the attention '" + name +
-           "', but its Python callable comes from the `afc` package, which cannot be imported (" + missing +
-           "): install afc beside this module; _afc_run() works without it";
+// Module-level __getattr__(name): reached only for names that the module lacks. `self` is (name of the
+// module, why afc cannot be imported).
+PyObject *fail_attribute(PyObject *self, PyObject *wanted) {
+  PyObject *module_name = PyTuple_GET_ITEM(self, 0);
+  const char *name = PyUnicode_Check(wanted) ? PyUnicode_AsUTF8(wanted) : nullptr;
+  if (name == nullptr) {
+    fail_type("name", -1, "a str", wanted);
+  } else if (has_entry(name)) {
+    PyErr_Format(PyExc_AttributeError,
+                 "module '%U' holds the attention '%s', but its Python callable comes from the `afc` "
+                 "package, which cannot be imported (%U): install afc beside this module; _afc_run() works "
+                 "without it",
+                 module_name, name, PyTuple_GET_ITEM(self, 1));
+  } else {
+    PyErr_Format(PyExc_AttributeError, "module '%U' has no attribute '%s'", module_name, name);
   }
-  throw py::attribute_error(text);
+  return nullptr;
 }
 
-void add_getattr(py::module_ module, const std::string &missing) {
-  const auto module_name = py::str(module.attr("__name__")).cast<std::string>();
-  module.attr("__getattr__") = py::cpp_function(
-      [module_name, missing](const std::string &name) { fail_attribute(module_name, missing, name); },
-      py::name("__getattr__"), py::doc("Explains why an attention has no callable here."));
+PyMethodDef getattr_method = {"__getattr__", fail_attribute, METH_O,
+                              "Explains why an attention has no callable here."};
+
+bool add(PyObject *module, const char *name, const Object &value) {
+  return value && PyObject_SetAttrString(module, name, value.ptr()) == 0;
 }
 
-void add_data(py::module_ module) {
-  py::list entries;
-  for (uint32_t i = 0; i < table->entry_count; ++i) entries.append(py::str(table->entries[i].description));
-  module.attr("_afc_entries") = entries;
-  module.attr("_afc_metadata") = py::str(table->metadata);
-  module.attr("_afc_abi_version") = py::int_(table->abi_version);
+bool add_getattr(PyObject *module, const Object &missing) {
+  const Object name = steal(PyObject_GetAttrString(module, "__name__"));
+  if (!name) return false;
+  const Object self = steal(PyTuple_Pack(2, name.ptr(), missing.ptr()));
+  return self && add(module, "__getattr__", steal(PyCFunction_New(&getattr_method, self.ptr())));
 }
 
-// True if an import failed because the package itself is absent, not because something in it is broken.
-bool package_is_absent(const py::error_already_set &error) {
-  if (!error.matches(PyExc_ModuleNotFoundError)) return false;
-  const py::object name = py::getattr(error.value(), "name", py::none());
-  return name.equal(py::str("afc")) || name.equal(py::str("afc.runtime"));
-}
-
-// Lets the package add one callable per attention; returns why it could not be imported, or nothing.
-std::string attach_callables(py::module_ module) {
-  py::object runtime;
-  try {
-    runtime = py::module_::import("afc.runtime");
-  } catch (const py::error_already_set &error) {
-    if (!package_is_absent(error)) throw;
-    return py::str(error.value()).cast<std::string>();
+bool add_data(PyObject *module) {
+  const Object entries = steal(PyList_New(0));
+  if (!entries) return false;
+  for (uint32_t i = 0; i < table->entry_count; ++i) {
+    const Object text = steal(PyUnicode_FromString(table->entries[i].description));
+    if (!text || PyList_Append(entries.ptr(), text.ptr()) != 0) return false;
   }
-  runtime.attr("attach")(module);
-  return "";
+  return add(module, "_afc_entries", entries) &&
+         add(module, "_afc_metadata", steal(PyUnicode_FromString(table->metadata))) &&
+         add(module, "_afc_abi_version", steal(PyLong_FromUnsignedLong(table->abi_version)));
 }
 
-int execute(PyObject *object) {
-  try {
-    PYBIND11_ENSURE_INTERNALS_READY
-    auto module = py::reinterpret_borrow<py::module_>(object);
-    add_data(module);
-    const std::string missing = attach_callables(module);
-    if (!missing.empty()) add_getattr(module, missing);
-    return 0;
-  } catch (py::error_already_set &error) {
-    error.restore();
-  } catch (const std::exception &error) {
-    PyErr_SetString(PyExc_ImportError, error.what());
+// Takes the exception of a failed import: true with its text in `why` if the package itself is absent; false,
+// with the exception set again, if something in it is broken.
+bool package_is_absent(Object *why) {
+  if (!PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) return false;
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  const Object name = steal(PyObject_GetAttrString(value, "name"));
+  const char *text = name && PyUnicode_Check(name.ptr()) ? PyUnicode_AsUTF8(name.ptr()) : nullptr;
+  if (text == nullptr || (strcmp(text, "afc") != 0 && strcmp(text, "afc.runtime") != 0)) {
+    PyErr_Restore(type, value, trace);
+    return false;
   }
-  return -1;
+  *why = steal(PyObject_Str(value));
+  steal(type), steal(value), steal(trace);
+  return bool(*why);
+}
+
+// Lets the package add one callable per attention; where it is absent, `missing` is why. False with an
+// exception set.
+bool attach_callables(PyObject *module, Object *missing) {
+  const Object runtime = steal(PyImport_ImportModule("afc.runtime"));
+  if (!runtime) return package_is_absent(missing);
+  return bool(steal(PyObject_CallMethod(runtime.ptr(), "attach", "O", module)));
+}
+
+int execute(PyObject *module) {
+  Object missing;
+  if (!add_data(module) || !attach_callables(module, &missing)) return -1;
+  return !missing || add_getattr(module, missing) ? 0 : -1;
 }
 
 PyMethodDef methods[] = {

@@ -54,6 +54,33 @@ def test_a_module_of_several_architectures(tmp_path: Path) -> None:
     assert_close(results(tmp_path, archs), results(tmp_path, (capability(),)))
 
 
+def forward_bytes(folder: Path, *archs: str) -> int:
+    """Workspace of a forward call on the current device, of an attention where that depends on the tiles."""
+    stem = "workspace_" + "_".join(archs).replace(":", "_")
+    options = Options(("cuda",), ((128, 128),), ("bfloat16",), archs, backward=False)
+    api.compile_file(EXAMPLES / "bigbird.attn", folder / f"{stem}.so", options)
+    module: Any = import_module(folder / f"{stem}.so")
+    size = module._afc_workspace(0, False, torch.cuda.current_device(), (1, 1, 1, 130, 130), 0, 0, 1, ())
+    return int(size)
+
+
+def test_the_class_of_this_gpu_runs_whatever_the_list(tmp_path: Path) -> None:
+    """Code for a GPU of 99 KB beside it changes nothing; PTX has the tiles of that class."""
+    small = torch.cuda.get_device_properties(0).shared_memory_per_block_optin < 163 * 1024
+    of_class = {"sm86": forward_bytes(tmp_path, "sm_86"), "sm80": forward_bytes(tmp_path, "sm_80")}
+    assert of_class["sm86"] != of_class["sm80"]
+    several = forward_bytes(tmp_path, "sm_80", "sm_86", "sm_90", "sm_120")
+    assert several == of_class["sm86" if small else "sm80"]
+    assert forward_bytes(tmp_path, "compute_80") == of_class["sm86"]
+    assert forward_bytes(tmp_path, capability(), "compute_80") == several
+
+
+def test_classes_compute_the_same(tmp_path: Path) -> None:
+    several = results(tmp_path, ("sm_80", "sm_86", "sm_90", "sm_120"))
+    assert_close(several, results(tmp_path, (capability(),)))
+    assert_close(several, results(tmp_path, ("compute_80",)))
+
+
 def test_nvrtc_builds_the_same_kernels(tmp_path: Path) -> None:
     try:
         find_nvrtc()

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from afc.build import (
     ModuleEntry,
     ModuleSpec,
     Toolchain,
+    Variant,
     build_module,
     cached_module,
     compile_cpp,
@@ -485,7 +487,7 @@ API cuDeviceGetAttribute(int *out, int attribute, Device device) {
       *out = 132;
       return 0;
     case kSharedBytesOptin:
-      *out = arch(device) == 87 ? 48000 : 101376;
+      *out = arch(device) == 87 ? 48000 : arch(device) == 80 ? 166912 : arch(device) == 90 ? 232448 : 101376;
       return 0;
     default:
       return 1;
@@ -534,7 +536,7 @@ API cuLibraryLoadData(Library *out, const void *code, int *, void **, unsigned, 
 }
 API cuLibraryGetKernel(Kernel *out, Library library, const char *name) {
   *out = (Kernel)library;
-  return strcmp(name, "triple") ? 500 : 0;
+  return strcmp(name, "triple") || strstr(names[(long)library], "other") ? kNotFound : 0;
 }
 API cuKernelSetAttribute(int attribute, int value, Kernel, Device device) {
   note("shared", value, device);
@@ -580,20 +582,31 @@ def fake_images() -> dict[str, tuple[Image, ...]]:
 
 
 @pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory, toolchain: Toolchain) -> Path:
+    """The folder of the recording driver."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.cpp").write_text(DRIVER_TEXT)
+    compiler = [*toolchain.cxx.command, "-std=c++17", "-shared", "-fPIC", "-I", str(paths.runtime())]
+    subprocess.run([*compiler, "driver.cpp", "-o", "libcuda.so.1"], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def launch(
-    tmp_path_factory: pytest.TempPathFactory, cache: Cache, toolchain: Toolchain, fake_images: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory,
+    cache: Cache,
+    toolchain: Toolchain,
+    driver: Path,
+    fake_images: dict[str, Any],
 ) -> Launch:
     """Runs a script on a module whose images are only names, with the recording driver; returns its lines."""
     folder = tmp_path_factory.mktemp("launch")
     launcher = compile_cpp(CppUnit("launch", LAUNCH_TEXT, isa="generic"), toolchain, cache)
     content = ModuleContent((TRIPLE,), "{}", (launcher.data,), fake_images)
     (folder / "kernel.so").write_bytes(link_module("kernel", content, toolchain, cache))
-    (folder / "driver.cpp").write_text(DRIVER_TEXT)
-    compiler = [*toolchain.cxx.command, "-std=c++17", "-shared", "-fPIC", "-I", str(paths.runtime())]
-    subprocess.run([*compiler, "driver.cpp", "-o", "libcuda.so.1"], cwd=folder, check=True)
 
     def run(archs: str, script: str, version: str = "13000") -> list[str]:
-        environ = {"LD_LIBRARY_PATH": str(folder), "AFC_FAKE_ARCHS": archs, "AFC_FAKE_VERSION": version}
+        environ = {"LD_LIBRARY_PATH": str(driver), "AFC_FAKE_ARCHS": archs, "AFC_FAKE_VERSION": version}
         return run_python(LAUNCH_SCRIPT, folder / "kernel.so", script, environ=environ).splitlines()
 
     return run
@@ -691,6 +704,102 @@ threads = [threading.Thread(target=lambda: [run() for _ in range(20)]) for _ in 
     )
 
 
+# ---- classes of GPUs ----
+
+CLASSES = {"wide": 166400, "small": 100864}  # shared memory of a block
+
+
+def variant(name: str, backward: bool = False) -> Variant:
+    back = f"triple_{name}_backward" if backward else None
+    return Variant(
+        f"triple_{name}_forward", back, f"triple_{name}_workspace", f"triple_{name}_images", CLASSES[name]
+    )
+
+
+@pytest.fixture(scope="session")
+def of_classes(
+    tmp_path_factory: pytest.TempPathFactory, cache: Cache, toolchain: Toolchain, driver: Path
+) -> Callable[[str, str, str, str], list[str]]:
+    """Runs a script on a module with two classes; the architectures of each, and those of the devices."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def module_for(wide: str, small: str) -> Path:
+        objects, images = [], {}
+        for name, archs in (("wide", wide), ("small", small)):
+            text = LAUNCH_TEXT.replace("triple_", f"triple_{name}_").replace(
+                "60000", str(CLASSES[name] - 100)
+            )
+            text += f'extern "C" int64_t triple_{name}_workspace(const afc_args *, int) {{ return 0; }}\n'
+            objects.append(compile_cpp(CppUnit(name, text, isa="generic"), toolchain, cache).data)
+            images[f"triple_{name}_images"] = tuple(
+                Image(arch, f"{'ptx' if arch.ptx else name}{part}-{arch}\0".encode(), 13000)
+                for arch in map(Arch.parse, archs.split())
+                for part in ("-other", "")  # the kernel is in the second part of each
+            )
+        entry = replace(TRIPLE, workspace="triple_workspace", variants=(variant("wide"), variant("small")))
+        folder = tmp_path_factory.mktemp("classes")
+        content = ModuleContent((entry,), "{}", tuple(objects), images)
+        (folder / "kernel.so").write_bytes(link_module("kernel", content, toolchain, cache))
+        return folder / "kernel.so"
+
+    def run(wide: str, small: str, devices: str, script: str) -> list[str]:
+        if (wide, small) not in made:
+            made[wide, small] = module_for(wide, small)
+        environ = {"LD_LIBRARY_PATH": str(driver), "AFC_FAKE_ARCHS": devices}
+        return run_python(LAUNCH_SCRIPT, made[wide, small], script, environ=environ).splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wide", "small", "device", "image"),
+    [
+        ("sm_80 sm_90", "sm_86 sm_120 compute_80", "80", "wide-sm_80"),
+        ("sm_80 sm_90", "sm_86 sm_120 compute_80", "90", "wide-sm_90"),
+        ("sm_80 sm_90", "sm_86 sm_120 compute_80", "89", "small-sm_86"),
+        ("sm_80 sm_90", "sm_86 sm_120 compute_80", "121", "small-sm_120"),
+        ("sm_80 sm_90", "sm_86 sm_120 compute_80", "100", "ptx-compute_80"),
+        ("sm_80", "compute_80", "86", "ptx-compute_80"),  # the machine code would need more shared memory
+        ("sm_80", "sm_120 compute_80", "90", "ptx-compute_80"),
+        ("sm_90", "compute_86:sm_90", "90", "wide-sm_90"),
+        ("sm_80", "compute_86:sm_90", "90", "small-compute_86:sm_90"),
+    ],
+)
+def test_choice_of_class(of_classes: Any, wide: str, small: str, device: str, image: str) -> None:
+    lines = of_classes(wide, small, device, "run(); run()")
+    assert [line.split(" device")[0] for line in lines if "launch" in line] == [f"launch {image}"] * 2
+    assert sum(line.startswith("retain") for line in lines) == 1
+
+
+def test_devices_of_two_classes_in_one_process(of_classes: Any) -> None:
+    lines = of_classes("sm_80 sm_90", "sm_86", "89,90,80", "run(0); run(1); run(2); run(0)")
+    assert [line.split(" grid")[0] for line in lines if line.startswith("launch")] == [
+        "launch small-sm_86 device 0",
+        "launch wide-sm_90 device 1",
+        "launch wide-sm_80 device 2",
+        "launch small-sm_86 device 0",
+    ]
+
+
+def test_devices_of_no_class(of_classes: Any) -> None:
+    (error,) = [line for line in of_classes("sm_80 sm_90", "sm_120", "75", "run()") if "Error" in line]
+    assert error == (
+        "RuntimeError triple: no kernel for this device: Fake 0 is sm_75, the module holds sm_80, sm_90, "
+        "sm_120; build it with 'afc compile --arch sm_75'"
+    )
+    (error,) = [line for line in of_classes("sm_80 sm_90", "sm_120", "86", "run()") if "Error" in line]
+    assert "needs 166300 bytes of shared memory" in error and error.endswith("'afc compile --arch sm_86'")
+    assert of_classes("sm_80 sm_90", "sm_120", "90", "run(3)")[-1] == (
+        "ValueError triple: device: expected a CUDA device below 1, got 3"
+    )
+
+
+def test_a_single_class_needs_no_device_to_be_found() -> None:
+    entry = replace(TRIPLE, workspace="triple_workspace", variants=(variant("small"),))
+    text = stub_text("kernel", ModuleContent((entry,), "{}"))
+    assert "  return triple_small_forward(args);" in text and "afc_gpu_choose" not in text
+
+
 def find_nvcc_or_none() -> Toolchain | None:
     try:
         return Toolchain.find(cuda=True)
@@ -744,6 +853,7 @@ SAME(kInvalidImage, CUDA_ERROR_INVALID_IMAGE);
 SAME(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
 SAME(kInvalidPtx, CUDA_ERROR_INVALID_PTX);
 SAME(kUnsupportedPtxVersion, CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
+SAME(kNotFound, CUDA_ERROR_NOT_FOUND);
 SAME(kNotInitialized, CUDA_ERROR_NOT_INITIALIZED);
 SAME(kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(kCapabilityMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "explain"
 GOLDEN_OPTIONS = {
     "gemma2": Options(("cpu",), ((64, 64),)),
-    "mistral": Options(("cpu", "cuda"), ((128, 128),), ("bfloat16",)),
+    "mistral": Options(("cpu", "cuda"), ((128, 128),), ("bfloat16",), ("sm_86", "sm_120")),
 }
 PROGRAM = """## Blocks, documents and a head's own reach.
 mask blocks(i, j) = j // 16 <= i // 16
@@ -87,7 +87,9 @@ def test_what_elements_decide_is_said(program: Path) -> None:
     assert "_extents (table): tiles of 8192 rows" in text
     assert re.search(r"_plan_keys_of_128_by_64 \(plan\): .*, after \w+_extents", text)
     assert "assumed for a call: w = 128" in text and "assumed for a call: w = 24" in text
-    assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 3
+    assert len(re.findall(r"^\w.*\[page.attn:\d+\]$", text, re.M)) == 6  # for both classes of GPUs
+    assert re.search(r"on sm80 \(sm_80, sm_90: GPUs with at least 163 KB .*\), bfloat16", text)
+    assert re.search(r"on sm86 \(sm_86, sm_120, compute_80: GPUs with at least 99 KB .*\), bfloat16", text)
 
 
 SEVERAL = """mask odd(i, j) = (i - j) % 2 == 0

@@ -19,7 +19,7 @@ from afc.build import (
     compile_cubin,
     ptxas_faults,
 )
-from afc.build.compile import code_sizes
+from afc.build.compile import code_sizes, run_parallel
 from afc.errors import ToolchainError
 from afc.frontend import check_file
 from afc.options import Options
@@ -77,8 +77,8 @@ def test_a_kernel_that_spills_gets_the_next_tile(
     assert (note.level, note.code) == ("note", "E0510") and "causal_lm_forward 128 x 64" in note.message
     assert all(k.spill_bytes == 0 for cubin in report.cubins for k in cubin.kernels)
     lines = api.kernel_figures(check_file(CAUSAL), OPTIONS)
-    assert "causal_lm_forward sm_86: " in lines[0] and ", 0 bytes spilled, " in lines[0]
-    assert lines[1].startswith("note[E0510]: smaller tiles are used")
+    assert "causal_lm_forward sm_86: " in lines[1] and ", 0 bytes spilled, " in lines[1]
+    assert lines[2].startswith("note[E0510]: smaller tiles are used")
 
 
 @pytest.mark.nvcc
@@ -98,14 +98,34 @@ def test_a_kernel_that_spills_with_both_tiles_is_built_with_a_warning(
     assert api.compile_file(CAUSAL, tmp_path / "off.so", OPTIONS, python=False, gate="off").notes == ()
 
 
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("name", "head"), [("llama", 64), ("packed", 128)])
+def test_passes_that_are_compiled_apart_have_the_same_code(
+    toolchain: Toolchain, name: str, head: int, tmp_path: Path
+) -> None:
+    """So the record of whole units (tests/golden/manifest.json) holds for modules, whose units have parts."""
+    options = Options(("cuda",), ((head, head),), archs=("sm_90",))
+    (unit,) = api.units(check_file(ROOT / "examples" / f"{name}.attn"), options)
+    whole = unit.cuda(Arch.parse("sm_90"))
+    assert [part.name.rpartition("_")[2] for part in whole.split()] == ["forward", "backward"]
+    first, *parts = run_parallel(
+        lambda one: compile_cubin(one, toolchain, Cache(tmp_path)), [replace(whole, parts=()), *whole.split()]
+    )
+    assert first.kernels and sorted(first.kernels, key=lambda k: k.name) == sorted(
+        (kernel for part in parts for kernel in part.kernels), key=lambda k: k.name
+    )
+    early = {launch.kernel.name for launch in unit.plan.forward}
+    assert {kernel.name for kernel in parts[0].kernels} == early
+
+
 def test_each_pass_has_its_own_next_tile() -> None:
-    (unit,) = api.units(check_file(CAUSAL), Options(("cuda",), ((64, 64),)))
+    (unit,) = api.units(check_file(CAUSAL), Options(("cuda",), ((64, 64),), archs=("sm_86",)))
     assert unit.plan.tile_steps == (0, 0) and next_tiles(unit.plan, True, False) == (1, 0)
     later = schedule(unit.program, "sm86", "bfloat16", (0, 1))
     first, second = (p.backward[-2].kernel.tile for p in (unit.plan, later))
     assert (first.queries, first.keys, second.queries, second.keys) == (64, 128, 64, 64)
     assert later.forward == unit.plan.forward and next_tiles(later, False, True) == (0, 2)
-    (largest,) = api.units(check_file(CAUSAL), Options(("cuda",), ((256, 256),)))
+    (largest,) = api.units(check_file(CAUSAL), Options(("cuda",), ((256, 256),), archs=("sm_86",)))
     assert next_tiles(largest.plan, True, False) is None
     (cpu,) = api.units(check_file(CAUSAL), Options(("cpu",), ((64, 64),)))
     assert next_tiles(cpu.plan, True, False) is None

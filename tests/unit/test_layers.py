@@ -40,6 +40,7 @@ ORDER = {
         "runtime",
         "header",
     ),
+    "loading": ("errors", "options", "build", "runtime", "api"),
     "explain": ("errors", "paths", "options", "expr", "ir", "frontend", "masks", "passes", "api"),
     "viz": ("options", "expr", "frontend", "api", "explain"),
     "header": ("build", "runtime"),

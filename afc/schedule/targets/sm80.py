@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 STORAGES = ("bfloat16", "float16")
@@ -183,14 +182,21 @@ _WEIGHTED = Tiles(
     (ForwardTile(96, 64, 64, 4, 2, False), ForwardTile(128, 64, 64, 4, 2, True), *_WIDE_FORWARD),
     (*_FRUGAL_BACKWARD, *_WIDE_BACKWARD),
 )
-NAMES = {"sm80": _LARGE, "sm86": _SMALL}  # targets by their tiles
+NAMES = {"sm80": _LARGE, "sm86": _SMALL}  # targets by their tiles, those that ask for most of a GPU first
+SMALLEST = "sm86"  # runs on all of the family
 _SMALL_CAPABILITIES = (86, 89, 120, 121)
 
 
-def name_for(capabilities: Collection[int]) -> str:
-    """The target whose tiles fit these compute capabilities (times ten); without any, all of the family."""
-    small = not capabilities or any(c in _SMALL_CAPABILITIES for c in capabilities)
-    return "sm86" if small else "sm80"
+def name_for(capability: int | None) -> str:
+    """The target for machine code that uses a compute capability (times ten); None: for PTX, which the driver
+    compiles for whatever GPU it meets.
+    """
+    return SMALLEST if capability is None or capability in _SMALL_CAPABILITIES else "sm80"
+
+
+def class_text(target: str) -> str:
+    """In words, the GPUs that a target's tiles are for."""
+    return f"GPUs with at least {-(-NAMES[target].shared_bytes // 1024)} KB of shared memory a block"
 
 
 def tiles_of(

@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `bert` for target sm86
+// afc: attention `bert` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    bert.attn:2
 // blocks    key_padding(keep = keep) > softmax > dropout(rate = rate, seed = seed)
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   keep[B, N] bool, rate: float, seed: int
 // schedule  forward 64 x 64, 4 warps; backward 64 x 64, 8 warps (queries x keys)
 // rebuild   afc compile bert.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,18 +1,18 @@
 // ============================================================================
-// afc: attention `bert` for target sm86
+// afc: attention `bert` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    bert.attn:2
 // blocks    key_padding(keep = keep) > softmax > dropout(rate = rate, seed = seed)
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   keep[B, N] bool, rate: float, seed: int
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile bert.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images bert_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images bert_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -42,7 +42,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"bert_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&bert_cuda_bfloat16_128_128_images, kernels, 9};
+afc_gpu_module gpu = {&bert_cuda_bfloat16_128_128_sm86_images, kernels, 9};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -138,12 +138,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t bert_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t bert_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int bert_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int bert_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(BERT_EXTENTS, args.B * ((args.N + 8191) / 8192), 1, args)) {
@@ -158,7 +158,7 @@ extern "C" int bert_cuda_bfloat16_128_128_forward(const afc_args *call) {
   return AFC_OK;
 }
 
-extern "C" int bert_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int bert_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

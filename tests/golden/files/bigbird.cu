@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `bigbird_encoder` for target sm86
+// afc: attention `bigbird_encoder` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    bigbird.attn:2
 // blocks    bigbird(pick = pick, block = block) > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   pick[H, MB, 3] int, block: int > 0
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile bigbird.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,18 +1,18 @@
 // ============================================================================
-// afc: attention `bigbird_encoder` for target sm86
+// afc: attention `bigbird_encoder` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    bigbird.attn:2
 // blocks    bigbird(pick = pick, block = block) > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   pick[H, MB, 3] int, block: int > 0
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile bigbird.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images bigbird_encoder_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images bigbird_encoder_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -40,7 +40,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"bigbird_encoder_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&bigbird_encoder_cuda_bfloat16_128_128_images, kernels, 8};
+afc_gpu_module gpu = {&bigbird_encoder_cuda_bfloat16_128_128_sm86_images, kernels, 8};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -135,12 +135,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t bigbird_encoder_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t bigbird_encoder_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int bigbird_encoder_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int bigbird_encoder_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(BIGBIRD_ENCODER_PLAN_KEYS_OF_128_BY_64, ((args.M + 127) / 128 * args.B * args.Hq + 3) / 4, 1, args)) {
@@ -152,7 +152,7 @@ extern "C" int bigbird_encoder_cuda_bfloat16_128_128_forward(const afc_args *cal
   return AFC_OK;
 }
 
-extern "C" int bigbird_encoder_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int bigbird_encoder_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

@@ -1,11 +1,11 @@
 // ============================================================================
-// afc: attention `causal_lm` for target sm86
+// afc: attention `causal_lm` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    causal.attn:2
 // blocks    causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile causal.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

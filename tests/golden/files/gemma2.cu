@@ -1,11 +1,11 @@
 // ============================================================================
-// afc: attention `gemma2` for target sm86
+// afc: attention `gemma2` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    gemma2.attn:2
 // blocks    rope(base = 10000.0) > scaled_dot_product(scale = Dqk ** -0.5), softcap(cap = 50.0) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile gemma2.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `headwise_norm` for target sm86
+// afc: attention `headwise_norm` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    headwise_norm.attn:3
 // blocks    rope(base = 10000.0) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   w[128] float, g[B, H, M] float
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile headwise_norm.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "abi/afc_shares.h"
@@ -14,7 +14,7 @@
 #include "host/gradients.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images headwise_norm_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images headwise_norm_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -46,7 +46,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"headwise_norm_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_images, kernels, 10};
+afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_sm86_images, kernels, 10};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -170,12 +170,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t headwise_norm_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t headwise_norm_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int headwise_norm_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int headwise_norm_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(HEADWISE_NORM_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 15) / 16), args)) {
@@ -187,7 +187,7 @@ extern "C" int headwise_norm_cuda_bfloat16_128_128_forward(const afc_args *call)
   return AFC_OK;
 }
 
-extern "C" int headwise_norm_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int headwise_norm_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

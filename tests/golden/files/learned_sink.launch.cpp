@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `learned_sink` for target sm86
+// afc: attention `learned_sink` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    learned_sink.attn:2
 // blocks    causal > sliding_window(w = 128) > softmax_sink(sink = sink)
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   sink[H] float
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile learned_sink.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "abi/afc_shares.h"
@@ -14,7 +14,7 @@
 #include "host/gradients.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images learned_sink_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images learned_sink_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -42,7 +42,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"learned_sink_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&learned_sink_cuda_bfloat16_128_128_images, kernels, 8};
+afc_gpu_module gpu = {&learned_sink_cuda_bfloat16_128_128_sm86_images, kernels, 8};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -151,12 +151,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t learned_sink_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t learned_sink_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int learned_sink_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int learned_sink_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(LEARNED_SINK_FORWARD, (args.M + 127) / 128 * args.Hq * args.B, 1, args)) {
@@ -165,7 +165,7 @@ extern "C" int learned_sink_cuda_bfloat16_128_128_forward(const afc_args *call) 
   return AFC_OK;
 }
 
-extern "C" int learned_sink_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int learned_sink_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

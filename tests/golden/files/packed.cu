@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `packed` for target sm86
+// afc: attention `packed` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    packed.attn:2
 // blocks    rope_position(pos = qpos, base = 10000.0) > rope_position(pos = kpos, base = 10000.0) on k > causal > document(qdoc = qdoc, kdoc = kdoc) > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qdoc[B, M] int, kdoc[B, N] int, qpos[B, M] int, kpos[B, N] int
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile packed.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `qwen2_vl` for target sm86
+// afc: attention `qwen2_vl` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    qwen2_vl.attn:2
 // blocks    mrope(pos = qpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) > mrope(pos = kpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qpos[3, 1|B, M] int, kpos[3, 1|B, N] int
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile qwen2_vl.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,18 +1,18 @@
 // ============================================================================
-// afc: attention `qwen2_vl` for target sm86
+// afc: attention `qwen2_vl` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    qwen2_vl.attn:2
 // blocks    mrope(pos = qpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) > mrope(pos = kpos, temporal = Dqk // 8, height = 3 * Dqk // 16, base = 1000000.0) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qpos[3, 1|B, M] int, kpos[3, 1|B, N] int
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile qwen2_vl.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images qwen2_vl_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images qwen2_vl_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -38,7 +38,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"qwen2_vl_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&qwen2_vl_cuda_bfloat16_128_128_images, kernels, 7};
+afc_gpu_module gpu = {&qwen2_vl_cuda_bfloat16_128_128_sm86_images, kernels, 7};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -134,12 +134,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t qwen2_vl_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t qwen2_vl_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int qwen2_vl_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int qwen2_vl_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(QWEN2_VL_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hq + 15) / 16), args)) {
@@ -151,7 +151,7 @@ extern "C" int qwen2_vl_cuda_bfloat16_128_128_forward(const afc_args *call) {
   return AFC_OK;
 }
 
-extern "C" int qwen2_vl_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int qwen2_vl_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

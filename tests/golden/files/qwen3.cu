@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `qwen3` for target sm86
+// afc: attention `qwen3` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    qwen3.attn:2
 // blocks    rms_norm(w = qw, eps = 1e-06) > rope(base = 1000000.0) > rms_norm(w = kw, eps = 1e-06) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qw[128] float, kw[128] float
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile qwen3.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `qwen3` for target sm86
+// afc: attention `qwen3` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    qwen3.attn:2
 // blocks    rms_norm(w = qw, eps = 1e-06) > rope(base = 1000000.0) > rms_norm(w = kw, eps = 1e-06) on k > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   qw[128] float, kw[128] float
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile qwen3.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "abi/afc_shares.h"
@@ -14,7 +14,7 @@
 #include "host/gradients.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images qwen3_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images qwen3_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -52,7 +52,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"qwen3_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&qwen3_cuda_bfloat16_128_128_images, kernels, 13};
+afc_gpu_module gpu = {&qwen3_cuda_bfloat16_128_128_sm86_images, kernels, 13};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -181,12 +181,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t qwen3_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t qwen3_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int qwen3_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int qwen3_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(QWEN3_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, 1, args)) {
@@ -201,7 +201,7 @@ extern "C" int qwen3_cuda_bfloat16_128_128_forward(const afc_args *call) {
   return AFC_OK;
 }
 
-extern "C" int qwen3_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int qwen3_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

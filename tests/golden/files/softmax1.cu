@@ -1,11 +1,11 @@
 // ============================================================================
-// afc: attention `softmax1_lm` for target sm86
+// afc: attention `softmax1_lm` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    softmax1.attn:2
 // blocks    rope(base = 10000.0) > causal > softmax1
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile softmax1.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"

@@ -1,17 +1,17 @@
 // ============================================================================
-// afc: attention `softmax1_lm` for target sm86
+// afc: attention `softmax1_lm` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    softmax1.attn:2
 // blocks    rope(base = 10000.0) > causal > softmax1
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // schedule  host code: launches the kernels in order
 // rebuild   afc compile softmax1.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "abi/afc_abi.h"
 #include "host/driver.h"
 #include "host/status.h"
 
-extern "C" const afc_gpu_images softmax1_lm_cuda_bfloat16_128_128_images;  // one cubin per architecture
+extern "C" const afc_gpu_images softmax1_lm_cuda_bfloat16_128_128_sm86_images;  // one cubin per architecture
 
 namespace {
 
@@ -37,7 +37,7 @@ const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
     {"softmax1_lm_backward_queries", 65536, 128},
 };
 
-afc_gpu_module gpu = {&softmax1_lm_cuda_bfloat16_128_128_images, kernels, 7};
+afc_gpu_module gpu = {&softmax1_lm_cuda_bfloat16_128_128_sm86_images, kernels, 7};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -127,12 +127,12 @@ int start(afc_args &args, bool backward) {
 
 // ---- entry functions -------------------------------------------------------
 
-extern "C" int64_t softmax1_lm_cuda_bfloat16_128_128_workspace(const afc_args *call, int backward) {
+extern "C" int64_t softmax1_lm_cuda_bfloat16_128_128_sm86_workspace(const afc_args *call, int backward) {
   afc_args args = *call;
   return place(args, backward != 0);
 }
 
-extern "C" int softmax1_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
+extern "C" int softmax1_lm_cuda_bfloat16_128_128_sm86_forward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, false)) return status;
   if (int status = launch(SOFTMAX1_LM_ROTATE_FORWARD, (args.M + 15) / 16 + (args.N + 15) / 16, larger(1, (args.B * args.Hk + 15) / 16), args)) {
@@ -144,7 +144,7 @@ extern "C" int softmax1_lm_cuda_bfloat16_128_128_forward(const afc_args *call) {
   return AFC_OK;
 }
 
-extern "C" int softmax1_lm_cuda_bfloat16_128_128_backward(const afc_args *call) {
+extern "C" int softmax1_lm_cuda_bfloat16_128_128_sm86_backward(const afc_args *call) {
   afc_args args = *call;
   if (int status = start(args, true)) return status;
   if (args.flags & AFC_DETERMINISTIC) {

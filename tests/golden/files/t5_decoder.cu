@@ -1,12 +1,12 @@
 // ============================================================================
-// afc: attention `t5_decoder` for target sm86
+// afc: attention `t5_decoder` for target sm86, GPUs with at least 99 KB of shared memory a block
 // source    t5_decoder.attn:2
 // blocks    t5_bias(table = table, both = false) > causal > softmax
 // tensors   q[B, H, M, 128], k[B, Hk, N, 128], v[B, Hk, N, 128], o[B, H, M, 128] bfloat16
 // options   table[32, H] float
 // schedule  forward 128 x 64, 8 warps; backward 32 x 128, 8 warps (queries x keys)
 // rebuild   afc compile t5_decoder.attn --emit cu
-// edit      templates/sm86, grammar/prelude
+// edit      templates/sm80, grammar/prelude
 // ============================================================================
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"
