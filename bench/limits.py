@@ -7,12 +7,14 @@ the 100 KB and 1536 threads of compute capability 8.6 allow. It does not make th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import afc.render.cuda as renderer
+from afc.build import Cache
 from afc.render.launch_context import KernelRow
 
 RESERVED_BYTES = 1024  # of each block, by the driver
@@ -57,5 +59,7 @@ def applied(name: str | None) -> Iterator[None]:
     def row(constant: str, symbol: str, shared_bytes: int, threads: int) -> KernelRow:
         return KernelRow(constant, symbol, limits.padded(shared_bytes, threads), threads)
 
-    with patch.object(renderer, "KernelRow", row):
+    # A cache of its own: what is recorded there by file and options must not be taken for the plain module.
+    cache = {"AFC_CACHE_DIR": str(Cache().root / f"limits-{name}")}
+    with patch.object(renderer, "KernelRow", row), patch.dict(os.environ, cache):
         yield

@@ -38,8 +38,8 @@ static_assert(STREAM_QUERY_TILE % afc::STREAM_ROWS == 0, "streamed queries come 
 static_assert(QUERY_TILE % LANES == 0, "queries in lanes fill whole panels");
 static_assert(KEY_TILE % afc::STREAM_ROWS == 0, "streamed keys come in groups");
 
-constexpr Real SCALE_LOG2 = 1.4426950408889634f;  // weights are exp2(SCALE_LOG2 * (score - maximum))
-constexpr Real SOFTMAX_SCALE = 1.0f;  // the same in units of the natural logarithm
+constexpr Real SCALE_LOG2 = 0.18033688011112042f;  // weights are exp2(SCALE_LOG2 * (score - maximum))
+constexpr Real SOFTMAX_SCALE = 0.125f;  // the same in units of the natural logarithm
 constexpr Real GRADIENT_SCALE = 0.125f;  // constant factor of d score / d (q k)
 constexpr int CAPTURED = 1;  // captured tensors
 
@@ -57,7 +57,7 @@ AFC_FN Item load_item(const afc_args &args, int b, int h) {
 // scaled_dot_product(scale = Dqk ** -0.5), alibi(slope = slope)  [alibi.attn:3]
 // Linear penalty on distance, one slope per head. ALiBi, arXiv:2108.12409; slopes 2^(-8(h+1)/H).
 AFC_FN Real alibi(Real s, int i, int j, Real slope_h) {
-  return Real(0.125) * s - slope_h * Real(i - j);
+  return s - Real(8.0) * slope_h * Real(i - j);
 }
 
 AFC_FN Real score(Real s, int m, int n, int i, int j, const Item &item, const afc_args &args) {

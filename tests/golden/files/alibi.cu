@@ -31,7 +31,7 @@ AFC_FN Item load_item(const afc_args &args, int b, int h) {
 // scaled_dot_product(scale = Dqk ** -0.5), alibi(slope = slope)  [alibi.attn:3]
 // Linear penalty on distance, one slope per head. ALiBi, arXiv:2108.12409; slopes 2^(-8(h+1)/H).
 AFC_FN Real alibi(Real s, Real distance, Real slope_h) {
-  return 0.08838834764831845f * s - slope_h * distance;
+  return s - 11.31370849898476f * slope_h * distance;
 }
 
 AFC_FN Real score(Real s, int m, int n, int i, int j, Real distance, const Item &item, const afc_args &args) {
@@ -78,8 +78,8 @@ constexpr int TILE_M = 128, TILE_N = 64, WARPS = 8, THREADS = WARPS * 32;
 constexpr int ROW_BLOCKS = TILE_M / WARPS / 16;        // 16-row blocks of a warp
 constexpr int KEY_OCTETS = TILE_N / 8, V_OCTETS = D_V / 8;
 constexpr int SECTION = 8;                          // heads worked on at a time
-constexpr float SOFTMAX_SCALE = 1.0f;
-constexpr float SCALE_LOG2 = 1.4426950408889634f;  // SOFTMAX_SCALE log2(e)
+constexpr float SOFTMAX_SCALE = 0.08838834764831845f;
+constexpr float SCALE_LOG2 = 0.12751743082459868f;  // SOFTMAX_SCALE log2(e)
 
 using TileQ = tile::SharedTile<TILE_M, D_QK>;
 using TileK = tile::SharedTile<TILE_N, D_QK>;
@@ -127,21 +127,21 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
 // One key tile: S = Q K^T, scores, online softmax, O += P V. `finite`: all of V is; else what a row does not see must
 // not reach it.
 template <bool FULL>
-AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
+AFC_FN void key_tile(Rows &state, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
                      const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, bool finite, const Item &item,
                      const tile::Places &places, const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
-  tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
+  tile::multiply_rows<Element>(s, state.q, k_blocks, stage);
   finish_scores<FULL>(s, first_row, first_key, item, places, args);
-  tile::softmax_step<false>(s, rows.softmax, rows.o, SCALE_LOG2);
+  tile::softmax_step<false>(s, state.softmax, state.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
   if (!FULL && !finite) {
     tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
     tile::drop_infinite_rows<Element, TileV, THREADS>(shared_memory + (stage - q_tile) + TileK::BYTES);
   }
-  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  tile::multiply_columns<Element>(state.o, p, v_blocks, stage + TileK::BYTES);
 }
 
 }  // namespace alibi_lm_forward_parts
@@ -374,7 +374,7 @@ constexpr int DK_OCTETS = tile::ceil_div(D_QK / 16, COLUMN_WARPS) * 2, DV_OCTETS
 constexpr int DQ_ROW_BLOCKS = TILE_M / DQ_ROW_WARPS / 16, DQ_OCTETS = tile::ceil_div(D_QK / 16, DQ_COLUMN_WARPS) * 2;
 constexpr int STAGES = 2;  // of Q and dO
 constexpr int SECTION = 8;  // KV heads worked on at a time
-constexpr float SCALE_LOG2 = 1.4426950408889634f;
+constexpr float SCALE_LOG2 = 0.12751743082459868f;
 constexpr float GRADIENT_SCALE = 0.08838834764831845f;
 
 using TileK = tile::SharedTile<TILE_N, D_QK>;
@@ -759,7 +759,7 @@ constexpr int ROW_BLOCKS = TILE_M / WARPS / 16;  // 16-row blocks of a warp
 constexpr int KEY_OCTETS = TILE_N / 8, QK_OCTETS = D_QK / 8;
 constexpr int SECTION = 8;  // heads worked on at a time
 constexpr int PITCH = D_QK + 4;  // of float32 rows of dQ
-constexpr float SCALE_LOG2 = 1.4426950408889634f;
+constexpr float SCALE_LOG2 = 0.12751743082459868f;
 constexpr float GRADIENT_SCALE = 0.08838834764831845f;
 
 using TileQ = tile::SharedTile<TILE_M, D_QK>;

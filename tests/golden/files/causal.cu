@@ -109,21 +109,21 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
 // One key tile: S = Q K^T, scores, online softmax, O += P V. `finite`: all of V is; else what a row does not see must
 // not reach it.
 template <bool FULL>
-AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
+AFC_FN void key_tile(Rows &state, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
                      const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, bool finite, const Item &item,
                      const tile::Places &places, const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
-  tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
+  tile::multiply_rows<Element>(s, state.q, k_blocks, stage);
   if constexpr (!FULL) finish_scores(s, first_row, first_key, item, places, args);
-  tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
+  tile::softmax_step<FULL>(s, state.softmax, state.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
   if (!FULL && !finite) {
     tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
     tile::drop_infinite_rows<Element, TileV, THREADS>(shared_memory + (stage - q_tile) + TileK::BYTES);
   }
-  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  tile::multiply_columns<Element>(state.o, p, v_blocks, stage + TileK::BYTES);
 }
 
 }  // namespace causal_lm_forward_parts

@@ -304,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(128, 1) packed_plan_keys_of_64_by_3
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
 // Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
-// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
+// Two CTAs on an SM have enough rows on their way; a bound of more makes ptxas spill.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256, 3) packed_rotate_forward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 2) packed_rotate_forward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) packed_rotate_forward(const
         __syncthreads();  // nobody reads those of the table before any more
         tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
                                                false);
-        tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+        tile::rotate_rows<Element, R, THREADS, TILE_ROWS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
                                                args.kv_len_per_batch);
       }
     }
@@ -394,58 +394,44 @@ struct Rows {
 };
 
 // Scores of keys that are not kept -> -inf.
-AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, int first_key, const Item &item,
+AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4],
+                          const Row *rows, const Column *columns, int first_row, int first_key, const Item &item,
                           const tile::Places &places, const afc_args &args) {
   const int keys = places.keys;
   const int last_row = static_cast<int>(args.M) - 1;
   const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
-  Row rows[ROW_BLOCKS][2];
 #pragma unroll
   for (int r = 0; r < ROW_BLOCKS; ++r)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int m = min(first_row + r * 16 + half * 8, last_row);
-      rows[r][half] = load_row(m, m + q_origin, item, args);
-    }
-#pragma unroll
-  for (int c = 0; c < KEY_OCTETS; ++c) {
-    Column columns[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int n = first_key + c * 8 + tile::fragment_column() + e;
-      columns[e] = load_column(n, n + k_origin, item, args);
-    }
-#pragma unroll
-    for (int r = 0; r < ROW_BLOCKS; ++r)
+    for (int c = 0; c < KEY_OCTETS; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int n = first_key + c * 8 + tile::fragment_column() + e % 2;
         const int m = min(first_row + r * 16 + e / 2 * 8, last_row);  // rows beyond the tensor repeat the last, unseen
         const int i = m + q_origin, j = n + k_origin;
-        const bool inside = n < keys && keep(m, n, i, j, rows[r][e / 2], columns[e % 2], item, args);
+        const bool inside = n < keys && keep(m, n, i, j, rows[r * 16 + e / 2 * 8], columns[c * 8 + e % 2], item, args);
         s[r][c][e] = inside ? s[r][c][e] : -tile::INFINITE;
       }
-  }
 }
 
 // One key tile: S = Q K^T, scores, online softmax, O += P V. `finite`: all of V is; else what a row does not see must
 // not reach it.
 template <bool FULL>
-AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
-                     const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, bool finite, const Item &item,
+AFC_FN void key_tile(Rows &state, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
+                     const tile::Blocks<TileV> &v_blocks, const Row *rows, const Column *columns, int first_row, int first_key, bool finite, const Item &item,
                      const tile::Places &places, const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
-  tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
-  if constexpr (!FULL) finish_scores(s, first_row, first_key, item, places, args);
-  tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
+  tile::multiply_rows<Element>(s, state.q, k_blocks, stage);
+  if constexpr (!FULL) finish_scores(s, rows, columns, first_row, first_key, item, places, args);
+  tile::softmax_step<FULL>(s, state.softmax, state.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
   if (!FULL && !finite) {
     tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
     tile::drop_infinite_rows<Element, TileV, THREADS>(shared_memory + (stage - q_tile) + TileK::BYTES);
   }
-  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  tile::multiply_columns<Element>(state.o, p, v_blocks, stage + TileK::BYTES);
 }
 
 }  // namespace packed_forward_parts
@@ -529,14 +515,34 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const uint32_t thread = tile::thread_in_step(step);
     return first_row + static_cast<int>(thread / 32 * (ROW_BLOCKS * 16) + thread % 32 / 4);
   };
+
+  // ---- what the elements read of captured tensors: each value once, by one thread; Q has left its place for it
+  constexpr int READ_BYTES = TILE_M * sizeof(Row) + 2 * TILE_N * sizeof(Column);
+  constexpr bool IN_Q = READ_BYTES <= TileQ::BYTES;
+  __shared__ __align__(16) unsigned char read_apart[IN_Q ? 16 : READ_BYTES];
+  unsigned char *read_place = IN_Q ? shared_memory : read_apart;
+  if (IN_Q) __syncthreads();  // all have loaded Q
+  Row *rows_read = reinterpret_cast<Row *>(read_place);
+  for (int k = threadIdx.x; k < TILE_M; k += THREADS) {
+    const int m = min(first_row + k, rows_total - 1);
+    rows_read[k] = load_row(m, m + static_cast<int>(places.q_origin), item, args);
+  }
+  Column *columns_read = reinterpret_cast<Column *>(read_place + TILE_M * sizeof(Row));  // of two tiles
+  auto read_columns = [&](int step) {
+    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+      const int n = walk.tile(step) * TILE_N + k;
+      columns_read[(step & 1) * TILE_N + k] = load_column(n, n + static_cast<int>(places.k_origin), item, args);
+    }
+  };
 #pragma unroll 1
   for (int step = 0; step < walk.partial; ++step) {
+    read_columns(step);
     ptx::cp_async_wait<0>();
     const unsigned char *v_tile = shared_memory + TileQ::BYTES + (step & 1) * STAGE_BYTES + TileK::BYTES;
     const bool infinite = tile::holds_infinite<Element, TileV, THREADS>(v_tile, tile::thread_in_step(step));
     const bool finite = __syncthreads_or(infinite) == 0;  // a barrier as the one below
     const uint32_t stage = copy_next(step);
-    key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, finite, item,
+    key_tile<false>(rows, q_tile, stage, k_blocks, v_blocks, rows_read + (lane_row(step) - first_row), columns_read + (step & 1) * TILE_N + tile::fragment_column(), lane_row(step), walk.tile(step) * TILE_N, finite, item,
                     places, args);
   }
 #pragma unroll 1
@@ -544,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();  // the copies of all threads are visible, and nobody reads the other stage any more
     const uint32_t stage = copy_next(step);
-    key_tile<true>(rows, q_tile, stage, k_blocks, v_blocks, lane_row(step), walk.tile(step) * TILE_N, true, item,
+    key_tile<true>(rows, q_tile, stage, k_blocks, v_blocks, rows_read + (lane_row(step) - first_row), columns_read + (step & 1) * TILE_N + tile::fragment_column(), lane_row(step), walk.tile(step) * TILE_N, true, item,
                    places, args);
   }
 
@@ -576,9 +582,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
 // Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
-// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
+// Two CTAs on an SM have enough rows on their way; a bound of more makes ptxas spill.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256, 3) packed_rotate_backward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 2) packed_rotate_backward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
@@ -602,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) packed_rotate_backward(cons
         __syncthreads();  // nobody reads those of the table before any more
         tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
                                                part == 0);
-        tile::rotate_rows<Element, R, THREADS>(args.q, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+        tile::rotate_rows<Element, R, THREADS, TILE_ROWS>(args.q, rotated, coefficients, first_row, valid_rows, tables.heads, members,
                                                nullptr);
       }
     }
@@ -630,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) packed_rotate_backward(cons
         __syncthreads();  // nobody reads those of the table before any more
         tile::compute_coefficients<R, THREADS>(coefficients, args, b, h, origin, first_row, valid_rows,
                                                part == 0);
-        tile::rotate_rows<Element, R, THREADS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
+        tile::rotate_rows<Element, R, THREADS, TILE_ROWS>(args.k, rotated, coefficients, first_row, valid_rows, tables.heads, members,
                                                args.kv_len_per_batch);
       }
     }

@@ -234,9 +234,9 @@ AFC_FN void qwen3_postprocess_keys_shares(const afc_args &args, Shares &shares) 
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
 // Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
-// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
+// Two CTAs on an SM have enough rows on their way; a bound of more makes ptxas spill.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256, 3) qwen3_rotate_forward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 2) qwen3_rotate_forward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
@@ -391,21 +391,21 @@ AFC_FN void finish_scores(float (&s)[ROW_BLOCKS][KEY_OCTETS][4], int first_row, 
 // One key tile: S = Q K^T, scores, online softmax, O += P V. `finite`: all of V is; else what a row does not see must
 // not reach it.
 template <bool FULL>
-AFC_FN void key_tile(Rows &rows, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
+AFC_FN void key_tile(Rows &state, uint32_t q_tile, uint32_t stage, const tile::Blocks<TileK> &k_blocks,
                      const tile::Blocks<TileV> &v_blocks, int first_row, int first_key, bool finite, const Item &item,
                      const tile::Places &places, const afc_args &args) {
   float s[ROW_BLOCKS][KEY_OCTETS][4];
   tile::clear(s);
-  tile::multiply_rows<Element>(s, rows.q, k_blocks, stage);
+  tile::multiply_rows<Element>(s, state.q, k_blocks, stage);
   if constexpr (!FULL) finish_scores(s, first_row, first_key, item, places, args);
-  tile::softmax_step<FULL>(s, rows.softmax, rows.o, SCALE_LOG2);
+  tile::softmax_step<FULL>(s, state.softmax, state.o, SCALE_LOG2);
   uint32_t p[TILE_N / 16][ROW_BLOCKS][4];
   tile::round_to_operand<Element>(p, s);
   if (!FULL && !finite) {
     tile::mark_infinite<Element>(p, tile::row_major_blocks<TileV>(0), stage + TileK::BYTES);
     tile::drop_infinite_rows<Element, TileV, THREADS>(shared_memory + (stage - q_tile) + TileK::BYTES);
   }
-  tile::multiply_columns<Element>(rows.o, p, v_blocks, stage + TileK::BYTES);
+  tile::multiply_columns<Element>(state.o, p, v_blocks, stage + TileK::BYTES);
 }
 
 }  // namespace qwen3_forward_parts
@@ -526,9 +526,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 //
 // The x index of a CTA is a block of 16 rows of q, then of k; its y index is a share of the (batch, head)s.
 // Coefficients are computed in double precision, by each CTA once for all (batch, head)s of its share that have them.
-// The bound of three CTAs keeps ptxas from spilling for the sake of a fourth.
+// Two CTAs on an SM have enough rows on their way; a bound of more makes ptxas spill.
 // ---------------------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(256, 3) qwen3_rotate_backward(const __grid_constant__ afc_args args) {
+extern "C" __global__ void __launch_bounds__(256, 2) qwen3_rotate_backward(const __grid_constant__ afc_args args) {
   constexpr int THREADS = 256, TILE_ROWS = 16;
   int block = blockIdx.x;
 
