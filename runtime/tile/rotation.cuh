@@ -299,7 +299,7 @@ AFC_FN void copy_columns(const afc_tensor &x, const afc_tensor &copy, int first_
 // Rotates float32 rows in shared memory back, in place; `pitch` floats to the next row.
 template <class R, int THREADS>
 AFC_FN void rotate_rows_back(float *rows_data, int pitch, const float *table, int rows) {
-  constexpr int BATCH = 4;  // pairs whose coefficients are on their way at once
+  constexpr int BATCH = 8;  // pairs whose coefficients are on their way at once
   const int pairs = rows * R::PAIRS;
 #pragma unroll 1
   for (int first = threadIdx.x; first < pairs; first += BATCH * THREADS) {
@@ -331,31 +331,41 @@ AFC_FN void rotate_accumulator_back(float (&acc)[ROW_BLOCKS][OCTETS][4], int fir
   if (rows <= 0) return;
   // Column, less FIRST, of the first member of the pairs of octet o; outside [0, COLUMNS) there are none.
   const auto column_of = [=](int o) { return (first_block + o / 2 * STEP) * 16 + o % 2 * 8 - R::FIRST; };
+  // The coefficients of all rows are on their way at once, if they fit in registers; else those of one row.
+  constexpr int ROWS = 2 * ROW_BLOCKS, COPIES = R::ADJACENT ? 1 : 2;
+  constexpr int TOGETHER = ROWS * (OCTETS - SHIFT) * COPIES * R::COEFFICIENTS <= 64 ? ROWS : 1;
 #pragma unroll
-  for (int r = 0; r < ROW_BLOCKS; ++r)
+  for (int first = 0; first < ROWS; first += TOGETHER) {
+    float c[TOGETHER][OCTETS - SHIFT][COPIES][R::COEFFICIENTS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + r * 16 + half * 8 + fragment_row();
-      const float *table_row = table + static_cast<int64_t>(min(row, rows - 1)) * R::STRIDE;
-      float c[OCTETS - SHIFT][2][R::COEFFICIENTS];  // all of a row on their way at once
+    for (int k = 0; k < TOGETHER; ++k) {
+      const int row = min(first_row + (first + k) * 8 + fragment_row(), rows - 1);
+      const float *table_row = table + static_cast<int64_t>(row) * R::STRIDE;
 #pragma unroll
       for (int o = 0; o + SHIFT < OCTETS; ++o) {
         const int column = min(max(column_of(o), 0), COLUMNS - 8) + fragment_column();
-        load_coefficients<R>(c[o][0], table_row, R::ADJACENT ? column / 2 : column);
-        if constexpr (!R::ADJACENT) load_coefficients<R>(c[o][1], table_row, column + 1);
+#pragma unroll
+        for (int copy = 0; copy < COPIES; ++copy)
+          load_coefficients<R>(c[k][o][copy], table_row, R::ADJACENT ? column / 2 : column + copy);
       }
+    }
+#pragma unroll
+    for (int k = 0; k < TOGETHER; ++k) {
+      const int r = (first + k) / 2, half = (first + k) % 2;
+      const bool there = first_row + (first + k) * 8 + fragment_row() < rows;
 #pragma unroll
       for (int o = 0; o + SHIFT < OCTETS; ++o) {
-        if (row >= rows || column_of(o) < 0 || column_of(o) >= COLUMNS) continue;
+        if (!there || column_of(o) < 0 || column_of(o) >= COLUMNS) continue;
         float *x = &acc[r][o][2 * half], *y = &acc[r][o + SHIFT][2 * half];
         if constexpr (R::ADJACENT) {
-          rotate_back<R>(x[0], x[1], c[o][0]);
+          rotate_back<R>(x[0], x[1], c[k][o][0]);
         } else {
-          rotate_back<R>(x[0], y[0], c[o][0]);
-          rotate_back<R>(x[1], y[1], c[o][1]);
+          rotate_back<R>(x[0], y[0], c[k][o][0]);
+          rotate_back<R>(x[1], y[1], c[k][o][1]);
         }
       }
     }
+  }
 }
 
 }  // namespace tile

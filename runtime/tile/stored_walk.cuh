@@ -83,4 +83,17 @@ struct StoredWalk {
   }
 };
 
+// What a walk says of its steps, without reading shared memory where it is a formula. After the barrier behind set().
+struct WalkInRegisters {
+  const StoredWalk &stored;
+  bool single;
+  Walk alone;
+  int partial, count;
+
+  AFC_FN explicit WalkInRegisters(const StoredWalk &walk)
+      : stored(walk), single(walk.single), alone(walk.alone), partial(walk.partial), count(walk.count) {}
+
+  AFC_FN int tile(int step) const { return single ? alone.tile(step) : stored.tile(step); }
+};
+
 }  // namespace tile

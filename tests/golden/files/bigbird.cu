@@ -238,15 +238,16 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const Item item = load_item(args, work.batch, work.head);
   __shared__ tile::WorkItem work_at_end;  // not kept in registers, which the main loop needs
   __shared__ tile::Places places;
-  __shared__ tile::StoredWalk walk;
+  __shared__ tile::StoredWalk stored_walk;
   if (threadIdx.x == 0) {
     work_at_end = work;
     places = tile::places_of(args, work.batch);
     const int tiles = tile::ceil_div(rows_total, TILE_M);
     const int4 *runs = static_cast<const int4 *>(args.buffer[2]);
-    walk.set(runs + ((static_cast<int64_t>(work.batch) * heads + work.head) * tiles + work.tile) * tile::RUN_ROW, 0, 1);
+    stored_walk.set(runs + ((static_cast<int64_t>(work.batch) * heads + work.head) * tiles + work.tile) * tile::RUN_ROW, 0, 1);
   }
   __syncthreads();
+  const tile::WalkInRegisters walk(stored_walk);
 
   // ---- first key tile
   const afc_tensor &k_rows = args.k;
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   tile::load_operand(rows.q, q_blocks, q_tile);
 
   auto copy_next = [&](int step) {  // returns the stage of this one
-    if (threadIdx.x == 0) walk.advance(step);
+    if (threadIdx.x == 0) stored_walk.advance(step);
     if (step + 1 < walk.count) copy_keys(step + 1);
     ptx::cp_async_commit();
     return stages + (step & 1) * STAGE_BYTES;
