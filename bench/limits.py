@@ -56,8 +56,8 @@ def applied(name: str | None) -> Iterator[None]:
         raise ValueError(f"limits: expected one of {', '.join(KNOWN)}, got {name!r}")
     limits = KNOWN[name]
 
-    def row(constant: str, symbol: str, shared_bytes: int, threads: int) -> KernelRow:
-        return KernelRow(constant, symbol, limits.padded(shared_bytes, threads), threads)
+    def row(constant: str, symbol: str, shared_bytes: int, threads: int, part: int) -> KernelRow:
+        return KernelRow(constant, symbol, limits.padded(shared_bytes, threads), threads, part)
 
     # A cache of its own: what is recorded there by file and options must not be taken for the plain module.
     cache = {"AFC_CACHE_DIR": str(Cache().root / f"limits-{name}")}

@@ -631,10 +631,9 @@ class _Unit:
         return f"(args.{operand}_origin_per_batch != nullptr ? larger(args.B, 1) : 1) * ({count})"
 
     def _kernel_row(self, launch: Launch) -> KernelRow:
-        binding = launch.kernel.binding
-        return KernelRow(
-            _constant(launch.kernel.name), launch.kernel.name, binding.shared_bytes, 32 * binding.warps
-        )
+        name, binding = launch.kernel.name, launch.kernel.binding
+        part = 0 if name in {other.kernel.name for other in self.plan.forward} else 1
+        return KernelRow(_constant(name), name, binding.shared_bytes, 32 * binding.warps, part)
 
 
 def _print(template: str, context: Any) -> str:

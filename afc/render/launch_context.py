@@ -11,13 +11,14 @@ from afc.render.sm80_context import SharesContext
 @dataclass(frozen=True)
 class KernelRow:
     """A kernel of the images: name of its constant in the host code, C symbol, dynamic shared memory,
-    threads.
+    threads, and the part of an image (0: forward, 1: backward) that holds it.
     """
 
     constant: str
     symbol: str
     shared_bytes: int
     threads: int
+    part: int
 
 
 @dataclass(frozen=True)

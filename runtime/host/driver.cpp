@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -308,14 +309,11 @@ int fail_load(const afc_gpu_image &image, const DeviceState &device, Result resu
   return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
 }
 
-int find_kernel(const LoadedImage &loaded, const char *symbol, Kernel *out) {
-  Result result = kNotFound;
-  for (Library library : loaded.libraries) {
-    result = api.library_kernel(out, library, symbol);
-    if (result == kSuccess) return AFC_OK;
-    if (result != kNotFound) break;
-  }
-  const std::string what = std::string("kernel ") + symbol;
+int find_kernel(const LoadedImage &loaded, const afc_gpu_kernel &kernel, Kernel *out) {
+  const size_t part = std::min<size_t>(kernel.part, loaded.libraries.size() - 1);
+  const Result result = api.library_kernel(out, loaded.libraries[part], kernel.symbol);
+  if (result == kSuccess) return AFC_OK;
+  const std::string what = std::string("kernel ") + kernel.symbol;
   return fail_driver(AFC_DRIVER_ERROR, what.c_str(), result);
 }
 
@@ -333,7 +331,7 @@ int load_image(const afc_gpu_module &module, const afc_gpu_image &image, const D
   }
   out->kernels.resize(module.kernel_count);
   for (int i = 0; i < module.kernel_count; ++i) {
-    if (int status = find_kernel(*out, module.kernels[i].symbol, &out->kernels[i])) return status;
+    if (int status = find_kernel(*out, module.kernels[i], &out->kernels[i])) return status;
   }
   return AFC_OK;
 }

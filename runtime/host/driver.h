@@ -38,6 +38,7 @@ struct afc_gpu_kernel {
   const char *symbol;
   int shared_bytes;  // dynamic shared memory
   int threads;       // of one block
+  int part = 0;      // of an image in parts, that which holds it
 };
 
 struct afc_gpu_state;

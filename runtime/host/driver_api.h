@@ -22,7 +22,6 @@ constexpr Result kInvalidImage = 200;
 constexpr Result kNoBinaryForGpu = 209;
 constexpr Result kInvalidPtx = 218;
 constexpr Result kUnsupportedPtxVersion = 222;
-constexpr Result kNotFound = 500;
 
 constexpr int kMultiprocessorCount = 16;  // CUdevice_attribute
 constexpr int kCapabilityMajor = 75;

@@ -78,7 +78,7 @@ LAUNCH_TEXT = r"""
 #include "host/status.h"
 
 extern "C" const afc_gpu_images triple_images;
-static const afc_gpu_kernel kernels[] = {{"triple", 60000, 64}};
+static const afc_gpu_kernel kernels[] = {{"triple", 60000, 64, 1}};  // in the second part of an image
 static afc_gpu_module gpu = {&triple_images, kernels, 1};
 
 extern "C" int triple_forward(const afc_args *args) {
@@ -536,7 +536,7 @@ API cuLibraryLoadData(Library *out, const void *code, int *, void **, unsigned, 
 }
 API cuLibraryGetKernel(Kernel *out, Library library, const char *name) {
   *out = (Kernel)library;
-  return strcmp(name, "triple") || strstr(names[(long)library], "other") ? kNotFound : 0;
+  return strcmp(name, "triple") || strstr(names[(long)library], "other") ? 500 : 0;
 }
 API cuKernelSetAttribute(int attribute, int value, Kernel, Device device) {
   note("shared", value, device);
@@ -853,7 +853,6 @@ SAME(kInvalidImage, CUDA_ERROR_INVALID_IMAGE);
 SAME(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
 SAME(kInvalidPtx, CUDA_ERROR_INVALID_PTX);
 SAME(kUnsupportedPtxVersion, CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
-SAME(kNotFound, CUDA_ERROR_NOT_FOUND);
 SAME(kNotInitialized, CUDA_ERROR_NOT_INITIALIZED);
 SAME(kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(kCapabilityMajor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

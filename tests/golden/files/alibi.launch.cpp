@@ -26,12 +26,12 @@ enum Kernel {
   ALIBI_LM_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"alibi_lm_forward", 98304, 256},
-    {"alibi_lm_preprocess", 0, 256},
-    {"alibi_lm_backward", 82432, 256},
-    {"alibi_lm_postprocess", 16896, 256},
-    {"alibi_lm_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"alibi_lm_forward", 98304, 256, 0},
+    {"alibi_lm_preprocess", 0, 256, 1},
+    {"alibi_lm_backward", 82432, 256, 1},
+    {"alibi_lm_postprocess", 16896, 256, 1},
+    {"alibi_lm_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&alibi_lm_cuda_bfloat16_128_128_sm86_images, kernels, 5};

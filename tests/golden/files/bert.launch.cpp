@@ -30,16 +30,16 @@ enum Kernel {
   BERT_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"bert_extents", 0, 512},
-    {"bert_plan_keys_of_64_by_64", 0, 128},
-    {"bert_forward", 81920, 128},
-    {"bert_plan_queries_of_64_by_64", 0, 128},
-    {"bert_preprocess", 0, 256},
-    {"bert_backward", 82944, 256},
-    {"bert_postprocess", 16896, 256},
-    {"bert_plan_keys_of_64_by_32", 0, 128},
-    {"bert_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"bert_extents", 0, 512, 0},
+    {"bert_plan_keys_of_64_by_64", 0, 128, 0},
+    {"bert_forward", 81920, 128, 0},
+    {"bert_plan_queries_of_64_by_64", 0, 128, 1},
+    {"bert_preprocess", 0, 256, 1},
+    {"bert_backward", 82944, 256, 1},
+    {"bert_postprocess", 16896, 256, 1},
+    {"bert_plan_keys_of_64_by_32", 0, 128, 1},
+    {"bert_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&bert_cuda_bfloat16_128_128_sm86_images, kernels, 9};

@@ -29,15 +29,15 @@ enum Kernel {
   BIGBIRD_ENCODER_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"bigbird_encoder_plan_keys_of_128_by_64", 0, 128},
-    {"bigbird_encoder_forward", 98304, 256},
-    {"bigbird_encoder_plan_queries_of_128_by_32", 0, 128},
-    {"bigbird_encoder_preprocess", 0, 256},
-    {"bigbird_encoder_backward", 82432, 256},
-    {"bigbird_encoder_postprocess", 16896, 256},
-    {"bigbird_encoder_plan_keys_of_64_by_32", 0, 128},
-    {"bigbird_encoder_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"bigbird_encoder_plan_keys_of_128_by_64", 0, 128, 0},
+    {"bigbird_encoder_forward", 98304, 256, 0},
+    {"bigbird_encoder_plan_queries_of_128_by_32", 0, 128, 1},
+    {"bigbird_encoder_preprocess", 0, 256, 1},
+    {"bigbird_encoder_backward", 82432, 256, 1},
+    {"bigbird_encoder_postprocess", 16896, 256, 1},
+    {"bigbird_encoder_plan_keys_of_64_by_32", 0, 128, 1},
+    {"bigbird_encoder_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&bigbird_encoder_cuda_bfloat16_128_128_sm86_images, kernels, 8};

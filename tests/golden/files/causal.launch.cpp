@@ -25,12 +25,12 @@ enum Kernel {
   CAUSAL_LM_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"causal_lm_forward", 98304, 256},
-    {"causal_lm_preprocess", 0, 256},
-    {"causal_lm_backward", 82432, 256},
-    {"causal_lm_postprocess", 16896, 256},
-    {"causal_lm_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"causal_lm_forward", 98304, 256, 0},
+    {"causal_lm_preprocess", 0, 256, 1},
+    {"causal_lm_backward", 82432, 256, 1},
+    {"causal_lm_postprocess", 16896, 256, 1},
+    {"causal_lm_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&causal_lm_cuda_bfloat16_128_128_sm86_images, kernels, 5};

@@ -27,14 +27,14 @@ enum Kernel {
   GEMMA2_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"gemma2_rotate_forward", 0, 256},
-    {"gemma2_forward", 98304, 256},
-    {"gemma2_rotate_backward", 0, 256},
-    {"gemma2_preprocess", 0, 256},
-    {"gemma2_backward", 82432, 256},
-    {"gemma2_postprocess", 16896, 256},
-    {"gemma2_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"gemma2_rotate_forward", 0, 256, 0},
+    {"gemma2_forward", 98304, 256, 0},
+    {"gemma2_rotate_backward", 0, 256, 1},
+    {"gemma2_preprocess", 0, 256, 1},
+    {"gemma2_backward", 82432, 256, 1},
+    {"gemma2_postprocess", 16896, 256, 1},
+    {"gemma2_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&gemma2_cuda_bfloat16_128_128_sm86_images, kernels, 7};

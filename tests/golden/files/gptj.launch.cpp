@@ -27,14 +27,14 @@ enum Kernel {
   GPTJ_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"gptj_rotate_forward", 0, 256},
-    {"gptj_forward", 98304, 256},
-    {"gptj_rotate_backward", 0, 256},
-    {"gptj_preprocess", 0, 256},
-    {"gptj_backward", 82432, 256},
-    {"gptj_postprocess", 16896, 256},
-    {"gptj_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"gptj_rotate_forward", 0, 256, 0},
+    {"gptj_forward", 98304, 256, 0},
+    {"gptj_rotate_backward", 0, 256, 1},
+    {"gptj_preprocess", 0, 256, 1},
+    {"gptj_backward", 82432, 256, 1},
+    {"gptj_postprocess", 16896, 256, 1},
+    {"gptj_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&gptj_cuda_bfloat16_128_128_sm86_images, kernels, 7};

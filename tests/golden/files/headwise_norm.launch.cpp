@@ -33,17 +33,17 @@ enum Kernel {
   HEADWISE_NORM_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"headwise_norm_rotate_forward", 0, 256},
-    {"headwise_norm_forward", 98304, 256},
-    {"headwise_norm_rotate_backward", 0, 256},
-    {"headwise_norm_clear", 0, 256},
-    {"headwise_norm_output", 42752, 128},
-    {"headwise_norm_preprocess", 0, 256},
-    {"headwise_norm_backward", 82432, 256},
-    {"headwise_norm_postprocess", 16896, 256},
-    {"headwise_norm_output_sum", 0, 256},
-    {"headwise_norm_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"headwise_norm_rotate_forward", 0, 256, 0},
+    {"headwise_norm_forward", 98304, 256, 0},
+    {"headwise_norm_rotate_backward", 0, 256, 1},
+    {"headwise_norm_clear", 0, 256, 1},
+    {"headwise_norm_output", 42752, 128, 1},
+    {"headwise_norm_preprocess", 0, 256, 1},
+    {"headwise_norm_backward", 82432, 256, 1},
+    {"headwise_norm_postprocess", 16896, 256, 1},
+    {"headwise_norm_output_sum", 0, 256, 1},
+    {"headwise_norm_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&headwise_norm_cuda_bfloat16_128_128_sm86_images, kernels, 10};

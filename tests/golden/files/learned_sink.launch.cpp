@@ -31,15 +31,15 @@ enum Kernel {
   LEARNED_SINK_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"learned_sink_forward", 98304, 256},
-    {"learned_sink_clear", 0, 256},
-    {"learned_sink_preprocess", 0, 256},
-    {"learned_sink_backward", 82432, 256},
-    {"learned_sink_postprocess", 16896, 256},
-    {"learned_sink_captured", 512, 128},
-    {"learned_sink_captured_sum", 0, 256},
-    {"learned_sink_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"learned_sink_forward", 98304, 256, 0},
+    {"learned_sink_clear", 0, 256, 1},
+    {"learned_sink_preprocess", 0, 256, 1},
+    {"learned_sink_backward", 82432, 256, 1},
+    {"learned_sink_postprocess", 16896, 256, 1},
+    {"learned_sink_captured", 512, 128, 1},
+    {"learned_sink_captured_sum", 0, 256, 1},
+    {"learned_sink_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&learned_sink_cuda_bfloat16_128_128_sm86_images, kernels, 8};

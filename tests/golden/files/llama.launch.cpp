@@ -27,14 +27,14 @@ enum Kernel {
   LLAMA_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"llama_rotate_forward", 0, 256},
-    {"llama_forward", 98304, 256},
-    {"llama_rotate_backward", 0, 256},
-    {"llama_preprocess", 0, 256},
-    {"llama_backward", 82432, 256},
-    {"llama_postprocess", 16896, 256},
-    {"llama_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"llama_rotate_forward", 0, 256, 0},
+    {"llama_forward", 98304, 256, 0},
+    {"llama_rotate_backward", 0, 256, 1},
+    {"llama_preprocess", 0, 256, 1},
+    {"llama_backward", 82432, 256, 1},
+    {"llama_postprocess", 16896, 256, 1},
+    {"llama_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&llama_cuda_bfloat16_128_128_sm86_images, kernels, 7};

@@ -28,14 +28,14 @@ enum Kernel {
   MISTRAL_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"mistral_rotate_forward", 0, 256},
-    {"mistral_forward", 98304, 256},
-    {"mistral_rotate_backward", 0, 256},
-    {"mistral_preprocess", 0, 256},
-    {"mistral_backward", 82432, 256},
-    {"mistral_postprocess", 16896, 256},
-    {"mistral_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"mistral_rotate_forward", 0, 256, 0},
+    {"mistral_forward", 98304, 256, 0},
+    {"mistral_rotate_backward", 0, 256, 1},
+    {"mistral_preprocess", 0, 256, 1},
+    {"mistral_backward", 82432, 256, 1},
+    {"mistral_postprocess", 16896, 256, 1},
+    {"mistral_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&mistral_cuda_bfloat16_128_128_sm86_images, kernels, 7};

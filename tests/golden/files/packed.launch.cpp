@@ -32,18 +32,18 @@ enum Kernel {
   PACKED_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"packed_extents", 0, 512},
-    {"packed_plan_keys_of_128_by_64", 0, 128},
-    {"packed_rotate_forward", 0, 256},
-    {"packed_forward", 98304, 256},
-    {"packed_plan_queries_of_128_by_32", 0, 128},
-    {"packed_rotate_backward", 0, 256},
-    {"packed_preprocess", 0, 256},
-    {"packed_backward", 82432, 256},
-    {"packed_postprocess", 16896, 256},
-    {"packed_plan_keys_of_64_by_32", 0, 128},
-    {"packed_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"packed_extents", 0, 512, 0},
+    {"packed_plan_keys_of_128_by_64", 0, 128, 0},
+    {"packed_rotate_forward", 0, 256, 0},
+    {"packed_forward", 98304, 256, 0},
+    {"packed_plan_queries_of_128_by_32", 0, 128, 1},
+    {"packed_rotate_backward", 0, 256, 1},
+    {"packed_preprocess", 0, 256, 1},
+    {"packed_backward", 82432, 256, 1},
+    {"packed_postprocess", 16896, 256, 1},
+    {"packed_plan_keys_of_64_by_32", 0, 128, 1},
+    {"packed_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&packed_cuda_bfloat16_128_128_sm86_images, kernels, 11};

@@ -28,14 +28,14 @@ enum Kernel {
   QWEN2_VL_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"qwen2_vl_rotate_forward", 0, 256},
-    {"qwen2_vl_forward", 98304, 256},
-    {"qwen2_vl_rotate_backward", 0, 256},
-    {"qwen2_vl_preprocess", 0, 256},
-    {"qwen2_vl_backward", 82432, 256},
-    {"qwen2_vl_postprocess", 16896, 256},
-    {"qwen2_vl_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"qwen2_vl_rotate_forward", 0, 256, 0},
+    {"qwen2_vl_forward", 98304, 256, 0},
+    {"qwen2_vl_rotate_backward", 0, 256, 1},
+    {"qwen2_vl_preprocess", 0, 256, 1},
+    {"qwen2_vl_backward", 82432, 256, 1},
+    {"qwen2_vl_postprocess", 16896, 256, 1},
+    {"qwen2_vl_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&qwen2_vl_cuda_bfloat16_128_128_sm86_images, kernels, 7};

@@ -36,20 +36,20 @@ enum Kernel {
   QWEN3_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"qwen3_rotate_forward", 0, 256},
-    {"qwen3_transform_forward", 16896, 256},
-    {"qwen3_forward", 98304, 256},
-    {"qwen3_rotate_backward", 0, 256},
-    {"qwen3_transform_backward", 16896, 256},
-    {"qwen3_clear", 0, 256},
-    {"qwen3_preprocess", 0, 256},
-    {"qwen3_backward", 82432, 256},
-    {"qwen3_postprocess", 25600, 128},
-    {"qwen3_postprocess_keys", 25600, 128},
-    {"qwen3_postprocess_sum", 0, 256},
-    {"qwen3_postprocess_keys_sum", 0, 256},
-    {"qwen3_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"qwen3_rotate_forward", 0, 256, 0},
+    {"qwen3_transform_forward", 16896, 256, 0},
+    {"qwen3_forward", 98304, 256, 0},
+    {"qwen3_rotate_backward", 0, 256, 1},
+    {"qwen3_transform_backward", 16896, 256, 1},
+    {"qwen3_clear", 0, 256, 1},
+    {"qwen3_preprocess", 0, 256, 1},
+    {"qwen3_backward", 82432, 256, 1},
+    {"qwen3_postprocess", 25600, 128, 1},
+    {"qwen3_postprocess_keys", 25600, 128, 1},
+    {"qwen3_postprocess_sum", 0, 256, 1},
+    {"qwen3_postprocess_keys_sum", 0, 256, 1},
+    {"qwen3_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&qwen3_cuda_bfloat16_128_128_sm86_images, kernels, 13};

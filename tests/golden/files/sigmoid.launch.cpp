@@ -25,12 +25,12 @@ enum Kernel {
   SIGMOID_LM_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"sigmoid_lm_forward", 98304, 256},
-    {"sigmoid_lm_preprocess", 0, 256},
-    {"sigmoid_lm_backward", 81920, 256},
-    {"sigmoid_lm_postprocess", 16896, 256},
-    {"sigmoid_lm_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"sigmoid_lm_forward", 98304, 256, 0},
+    {"sigmoid_lm_preprocess", 0, 256, 1},
+    {"sigmoid_lm_backward", 81920, 256, 1},
+    {"sigmoid_lm_postprocess", 16896, 256, 1},
+    {"sigmoid_lm_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&sigmoid_lm_cuda_bfloat16_128_128_sm86_images, kernels, 5};

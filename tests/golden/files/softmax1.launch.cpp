@@ -27,14 +27,14 @@ enum Kernel {
   SOFTMAX1_LM_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"softmax1_lm_rotate_forward", 0, 256},
-    {"softmax1_lm_forward", 98304, 256},
-    {"softmax1_lm_rotate_backward", 0, 256},
-    {"softmax1_lm_preprocess", 0, 256},
-    {"softmax1_lm_backward", 82432, 256},
-    {"softmax1_lm_postprocess", 16896, 256},
-    {"softmax1_lm_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"softmax1_lm_rotate_forward", 0, 256, 0},
+    {"softmax1_lm_forward", 98304, 256, 0},
+    {"softmax1_lm_rotate_backward", 0, 256, 1},
+    {"softmax1_lm_preprocess", 0, 256, 1},
+    {"softmax1_lm_backward", 82432, 256, 1},
+    {"softmax1_lm_postprocess", 16896, 256, 1},
+    {"softmax1_lm_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&softmax1_lm_cuda_bfloat16_128_128_sm86_images, kernels, 7};

@@ -31,15 +31,15 @@ enum Kernel {
   T5_DECODER_BACKWARD_QUERIES,
 };
 
-const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads
-    {"t5_decoder_forward", 98304, 256},
-    {"t5_decoder_clear", 0, 256},
-    {"t5_decoder_preprocess", 0, 256},
-    {"t5_decoder_backward", 82432, 256},
-    {"t5_decoder_postprocess", 16896, 256},
-    {"t5_decoder_captured", 59904, 128},
-    {"t5_decoder_captured_sum", 0, 256},
-    {"t5_decoder_backward_queries", 65536, 128},
+const afc_gpu_kernel kernels[] = {  // symbol, dynamic shared memory, threads, part of the image
+    {"t5_decoder_forward", 98304, 256, 0},
+    {"t5_decoder_clear", 0, 256, 1},
+    {"t5_decoder_preprocess", 0, 256, 1},
+    {"t5_decoder_backward", 82432, 256, 1},
+    {"t5_decoder_postprocess", 16896, 256, 1},
+    {"t5_decoder_captured", 59904, 128, 1},
+    {"t5_decoder_captured_sum", 0, 256, 1},
+    {"t5_decoder_backward_queries", 65536, 128, 1},
 };
 
 afc_gpu_module gpu = {&t5_decoder_cuda_bfloat16_128_128_sm86_images, kernels, 8};
