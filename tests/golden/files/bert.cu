@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   if (IN_Q) __syncthreads();  // all have loaded Q
   Column *columns_read = reinterpret_cast<Column *>(read_place);  // of two tiles
   auto read_columns = [&](int step) {
-    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+    for (int k = THREADS - 1 - threadIdx.x; k < TILE_N; k += THREADS) {  // by other warps than the rows
       const int n = walk.tile(step) * TILE_N + k;
       columns_read[(step & 1) * TILE_N + k] = load_column(n, n + static_cast<int>(places.k_origin), item, args);
     }
@@ -734,7 +734,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   auto read_terms = [&](const tile::StoredWalk::Position &now) {
     const Item item = load_item(args, work.batch, work.head * group + now.member);
     const int q_origin = static_cast<int>(places.q_origin), k_origin = static_cast<int>(places.k_origin);
-    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+    for (int k = THREADS - 1 - threadIdx.x; k < TILE_N; k += THREADS) {
       const int n = work.tile * TILE_N + k;
       columns_read[k] = load_column(n, n + k_origin, item, args);
     }

@@ -530,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   }
   Column *columns_read = reinterpret_cast<Column *>(read_place + TILE_M * sizeof(Row));  // of two tiles
   auto read_columns = [&](int step) {
-    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+    for (int k = THREADS - 1 - threadIdx.x; k < TILE_N; k += THREADS) {  // by other warps than the rows
       const int n = walk.tile(step) * TILE_N + k;
       columns_read[(step & 1) * TILE_N + k] = load_column(n, n + static_cast<int>(places.k_origin), item, args);
     }
@@ -985,7 +985,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       const int m = walk.tile(now) * TILE_M + k;
       rows_read[k] = load_row(m, m + q_origin, item, args);
     }
-    for (int k = threadIdx.x; k < TILE_N; k += THREADS) {
+    for (int k = THREADS - 1 - threadIdx.x; k < TILE_N; k += THREADS) {  // by other warps than the rows
       const int n = work.tile * TILE_N + k;
       columns_read[k] = load_column(n, n + k_origin, item, args);
     }
