@@ -17,6 +17,7 @@ from afc.expr.nodes import (
     const,
     inline_lets,
     substitute,
+    variables,
 )
 from afc.expr.operators import to_float
 from afc.expr.printer import attn
@@ -218,9 +219,22 @@ class AttentionChecker:
             for p in self.declaration.options
             if p.type == "int" and p.shape is None
         }
+        alone = {
+            extent.size.id
+            for option in self.declaration.options
+            for extent in option.shape or ()
+            if isinstance(extent.size, ast.Name)
+        }
         extents = []
         for extent in parameter.shape or ():
             size = expression(extent.size, self.scope({**known, **scalars}))
+            for name in sorted(variables(size) - {*DIMENSIONS, *scalars} - alone if size is not None else ()):
+                self.report.error(
+                    "E0202",
+                    f"nothing says what `{name}` is in the size of `{parameter.name}`",
+                    extent.size.span,
+                    hint=f"make it a number: `{name}: int`, or the size of a dimension by itself",
+                )
             if size is not None and size.type is not Type.INT:
                 self.report.error("E0202", "a size must be an int", extent.size.span)
             extents.append(Extent(simplify(size) if size is not None else const(0), extent.broadcast))

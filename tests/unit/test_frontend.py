@@ -251,3 +251,17 @@ def test_a_function_with_intermediate_values_in_an_option() -> None:
     )
     (step,) = check_text(text).programs[0].scores
     assert evaluate_formula(step.formula, {"s": 3.0, "e": 1.5}) == (15.0,)
+
+
+def test_a_size_that_nothing_says() -> None:
+    """A name that appears only inside the expression of a size."""
+    text = (
+        "score rel(s, h, i, j; t[H, W]) = s + t[h, clamp(i - j, 0, 3)]\n"
+        "attention a(q, k, v; t[H, 2*R + 1]{more}) = softmax(rel(scaled_dot_product(q, k); t)) @ v\n"
+    )
+    with pytest.raises(SourceError, match="what `R` is in the size of `t`") as caught:
+        check_text(text.format(more=""))
+    [found] = caught.value.diagnostics
+    assert found.code == "E0202" and found.hint is not None and "R: int" in found.hint
+    for more in (", R: int > 0", ", other[R]"):
+        check_text(text.format(more=more))
